@@ -33,19 +33,16 @@ py::dict build_info() {
   return info;
 }
 
-// What is asked of a plan, by name.
+// What is asked of a plan: as CUDA's takes it, and the dtype's name.
 struct PlanRequest {
-  int64_t N, T, H, K, V;
-  bool packed;
-  std::string dtype, gate_dtype;
-  bool batch_invariant, aligned, key_gated, value_gated, head_gated, gate_gradient, for_backward,
-      in_halves, on_pool;
+  gla_ext::cuda::PlanInputs in;
+  std::string dtype;
 };
 
 py::dict cpu_pass(const PlanRequest& r, bool backward, int64_t threads) {
   namespace cpu = gla_ext::cpu;
-  cpu::PlanInputs in{r.N, r.T, r.H, r.K, r.V, r.packed, backward};
-  in.value_gated = r.value_gated;
+  cpu::PlanInputs in{r.in.N, r.in.T, r.in.H, r.in.K, r.in.V, r.in.packed, backward};
+  in.value_gated = r.in.value_gated;
   in.accumulate_bytes_each = r.dtype == "float64" ? 8 : 4;
   in.state_bytes_each = r.dtype == "bfloat16" ? 2 : in.accumulate_bytes_each;
   const cpu::Plan p = cpu::make_plan(in, threads);
@@ -95,33 +92,16 @@ py::dict cuda_pass(const gla_ext::cuda::PassPlan& p) {
   return result;
 }
 
-py::dict cuda_plan(const PlanRequest& r, const std::string& capability, int64_t processors) {
+py::dict cuda_plan(PlanRequest r, const std::string& gate_dtype) {
   namespace cuda = gla_ext::cuda;
-  if (std::max(r.K, r.V) > cuda::kMaxHeadDim)
+  cuda::PlanInputs& in = r.in;
+  if (std::max(in.K, in.V) > cuda::kMaxHeadDim)
     throw py::value_error(
         "plan: expected K and V to be at most " + std::to_string(cuda::kMaxHeadDim) +
-        " on cuda, got K = " + std::to_string(r.K) + " and V = " + std::to_string(r.V));
+        " on cuda, got K = " + std::to_string(in.K) + " and V = " + std::to_string(in.V));
   const cuda::DType given = cuda_dtype(r.dtype);
-  cuda::PlanInputs in;
-  in.N = r.N;
-  in.T = r.T;
-  in.H = r.H;
-  in.K = r.K;
-  in.V = r.V;
-  in.packed = r.packed;
-  in.dtype = cuda::becomes_fp32(given, r.value_gated) ? cuda::DType::kFloat : given;
-  in.gate_dtype = in.value_gate_dtype = cuda_dtype(r.gate_dtype);
-  in.batch_invariant = r.batch_invariant;
-  in.aligned = r.aligned;
-  in.sm90 = capability == "9.0";
-  in.processors = processors;
-  in.key_gated = r.key_gated;
-  in.value_gated = r.value_gated;
-  in.head_gated = r.head_gated;
-  in.gate_gradient = r.gate_gradient;
-  in.for_backward = r.for_backward;
-  in.in_halves = r.in_halves;
-  in.on_pool = r.on_pool;
+  in.dtype = cuda::becomes_fp32(given, in.value_gated) ? cuda::DType::kFloat : given;
+  in.gate_dtype = in.value_gate_dtype = cuda_dtype(gate_dtype);
   const cuda::CallPlan p = cuda::make_plan(in);
   const char* missing = cuda::why_not_fused(in);
   py::dict result;
@@ -152,18 +132,26 @@ py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::option
   if (in_halves && N.has_value())
     throw py::value_error("plan: expected no packed sequences in halves, got N = " +
                           std::to_string(*N));
-  PlanRequest r{N.value_or(B), T, H, K, V, N.has_value(), dtype, gate_dtype.value_or(dtype)};
-  r.batch_invariant = batch_invariant;
-  r.aligned = aligned;
-  r.key_gated = key_gated;
-  r.value_gated = value_gated;
-  r.head_gated = head_gated;
-  r.gate_gradient = gate_gradient;
-  r.for_backward = for_backward;
-  r.in_halves = in_halves;
-  r.on_pool = on_pool;
+  PlanRequest r{{}, dtype};
+  r.in.N = N.value_or(B);
+  r.in.T = T;
+  r.in.H = H;
+  r.in.K = K;
+  r.in.V = V;
+  r.in.packed = N.has_value();
+  r.in.batch_invariant = batch_invariant;
+  r.in.aligned = aligned;
+  r.in.sm90 = capability == "9.0";
+  r.in.processors = processors;
+  r.in.key_gated = key_gated;
+  r.in.value_gated = value_gated;
+  r.in.head_gated = head_gated;
+  r.in.gate_gradient = gate_gradient;
+  r.in.for_backward = for_backward;
+  r.in.in_halves = in_halves;
+  r.in.on_pool = on_pool;
   return device == "cpu" ? cpu_plan(r, threads.value_or(gla_ext::cpu::available_threads()))
-                         : cuda_plan(r, capability, processors);
+                         : cuda_plan(std::move(r), gate_dtype.value_or(dtype));
 }
 
 }  // namespace

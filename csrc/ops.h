@@ -33,7 +33,7 @@ std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(
 // The operators behind it. An output that was not asked for is a 0-element tensor. `for_backward`:
 // what forward has made and backward uses again, of a size that the device's plan knows; another
 // size is allocated and not used. kPlannedBytes: that size under autograd with a gradient to come,
-// which then alone has the tensor (autograd/for_backward.h), else nothing.
+// which then alone has the tensor (chunk_gla/for_backward.h), else nothing.
 constexpr int64_t kPlannedBytes = -1;
 using ForwardOutputs =  // o, final_state, for_backward
     std::tuple<at::Tensor, at::Tensor, at::Tensor>;

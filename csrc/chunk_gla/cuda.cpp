@@ -95,8 +95,8 @@ BackwardOutputs chunk_gla_bwd_cuda(const BackwardArguments& a) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
-  m.impl("chunk_gla_fwd", positional<chunk_gla_fwd_cuda>);
-  m.impl("chunk_gla_bwd", positional<chunk_gla_bwd_cuda>);
+  m.impl("chunk_gla_fwd", by_arguments<chunk_gla_fwd, chunk_gla_fwd_cuda>);
+  m.impl("chunk_gla_bwd", by_arguments<chunk_gla_bwd, chunk_gla_bwd_cuda>);
 }
 
 }  // namespace gla_ext::cuda

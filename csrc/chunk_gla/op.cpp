@@ -5,20 +5,18 @@
 
 #include "common/output_grad.h"
 #include "dispatch/autocast.h"
-#include "dispatch/checker.h"
 #include "dispatch/differentiable.h"
 #include "dispatch/meta.h"
 #include "dispatch/op.h"
 #include "dispatch/schema.h"
+#include "dispatch/tokens.h"
 #include "for_backward.h"
 
 namespace gla_ext {
 
 ForwardOutputs chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                             const std::optional<at::Tensor>& g,
-                             const std::optional<at::Tensor>& gv,
-                             const std::optional<at::Tensor>& initial_state,
-                             const std::optional<at::Tensor>& cu_seqlens,
+                             const OptionalTensor& g, const OptionalTensor& gv,
+                             const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
                              std::optional<double> scale, bool output_final_state,
                              bool state_v_first, bool batch_invariant, int64_t for_backward_bytes) {
   static const Op<decltype(chunk_gla_fwd)> op("gla_ext::chunk_gla_fwd");
@@ -32,28 +30,25 @@ ForwardOutputs dispatch(const ForwardArguments& a) {
                        a.for_backward_bytes);
 }
 
-BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
-                              const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                              const std::optional<at::Tensor>& g,
-                              const std::optional<at::Tensor>& gv,
-                              const std::optional<at::Tensor>& initial_state,
-                              const std::optional<at::Tensor>& cu_seqlens,
-                              std::optional<double> scale, bool state_v_first, bool batch_invariant,
-                              const std::optional<at::Tensor>& for_backward, bool gate_gradient) {
+BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q,
+                              const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
+                              const OptionalTensor& gv, const OptionalTensor& initial_state,
+                              const OptionalTensor& cu_seqlens, std::optional<double> scale,
+                              bool state_v_first, bool batch_invariant,
+                              const OptionalTensor& for_backward, bool gate_gradient) {
   static const Op<decltype(chunk_gla_bwd)> op("gla_ext::chunk_gla_bwd");
   return op(d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, scale, state_v_first,
             batch_invariant, for_backward, gate_gradient);
 }
 
-std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const std::optional<at::Tensor>& g, std::optional<double> scale,
-    const std::optional<at::Tensor>& initial_state, bool output_final_state, bool state_v_first,
-    const std::optional<at::Tensor>& cu_seqlens, const std::optional<at::Tensor>& gv) {
+std::tuple<at::Tensor, OptionalTensor> chunk_gla(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
+    std::optional<double> scale, const OptionalTensor& initial_state, bool output_final_state,
+    bool state_v_first, const OptionalTensor& cu_seqlens, const OptionalTensor& gv) {
   auto [o, final_state, for_backward] =
       chunk_gla_fwd(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
                     state_v_first, /*batch_invariant=*/false);
-  std::optional<at::Tensor> state;
+  OptionalTensor state;
   if (output_final_state) state = std::move(final_state);
   return {std::move(o), std::move(state)};
 }
@@ -64,36 +59,8 @@ namespace {
 // What both passes are given.
 template <class Arguments>
 Shape check_inputs(const char* op, const Arguments& a) {
-  const at::Tensor &q = a.q, &k = a.k, &v = a.v;
-  const OptionalTensor &g = a.g, &gv = a.gv;
-  const Checker check(op, "q", q);
-  std::vector<std::pair<const char*, const at::Tensor*>> inputs{{"q", &q}, {"k", &k}, {"v", &v}};
-  if (given(g)) inputs.emplace_back("g", &*g);
-  if (given(gv)) inputs.emplace_back("gv", &*gv);
-  for (const auto& [name, t] : inputs) check.defined(name, *t);
-  for (const auto& [name, t] : inputs) check.strided(name, *t);
-  for (const auto& [name, t] : inputs) check.device(name, *t);
-  check.floating("q", q);
-  check.dtype("k", k, q.scalar_type(), " like q");
-  check.dtype("v", v, q.scalar_type(), " like q");
-  const bool fp64 = q.scalar_type() == at::kDouble;
-  if (given(g)) check.gate_dtype("g", *g, fp64);
-  if (given(gv)) check.gate_dtype("gv", *gv, fp64);
-  check.rank("q", q, 4, "[B, T, H, K]");
-  check.rank("k", k, 4, "[B, T, HK, K]");
-  check.rank("v", v, 4, "[B, T, HK, V]");
-  Shape shape{q.sym_size(0), q.sym_size(1), q.sym_size(2), q.sym_size(3), v.sym_size(3), 0, 0};
-  shape.dtype = q.scalar_type();
-  shape.accumulate = fp64 ? at::kDouble : at::kFloat;
-  check.at_least_one("the last dimension", "q", shape.K);
-  check.at_least_one("the last dimension", "v", shape.V);
-  const c10::SymInt HK = k.sym_size(2);
-  const Sizes keys{shape.B, shape.T, HK, shape.K}, values{shape.B, shape.T, HK, shape.V};
-  check.shape("k", k, "[B, T, HK, K]", keys);
-  check.divides_heads(HK, shape.H);
-  check.shape("v", v, "[B, T, HK, V]", values);
-  if (given(g)) check.key_gate("g", *g, keys);
-  if (given(gv)) check.shape("gv", *gv, "[B, T, HK, V]", values);
+  const Checker check(op, "q", a.q);
+  Shape shape = check_tokens(check, {op, &a.q, &a.k, &a.v, &a.g, &a.gv, "g"});
   check.offsets(a.cu_seqlens, shape);
   check.state("initial_state", a.initial_state, shape, a.state_v_first);
   return shape;
@@ -116,10 +83,7 @@ Shape check_chunk_gla_bwd(const BackwardArguments& a) {
   const char* op = "chunk_gla_bwd";
   const Shape shape = check_inputs(op, a);
   const Checker check(op, "q", a.q);
-  check.strided("do", a.d_o);
-  check.device("do", a.d_o);
-  check.dtype("do", a.d_o, a.q.scalar_type(), " like q");
-  check.shape("do", a.d_o, "[B, T, H, V]", {shape.B, shape.T, shape.H, shape.V});
+  check_output_grad(check, a.d_o, shape);
   check.state("dht", a.dht, shape, a.state_v_first);
   if (given(a.for_backward)) {
     check.device("for_backward", *a.for_backward);
@@ -134,9 +98,7 @@ namespace {
 // What they return while a graph is traced.
 ForwardOutputs chunk_gla_fwd_meta(const ForwardArguments& a) {
   const Shape s = check_chunk_gla_fwd(a);
-  return {fresh_output(s, a.v),
-          a.output_final_state ? boundary_state(s, a.q, a.state_v_first)
-                               : empty({0}, a.q, s.accumulate),
+  return {fresh_output(s, a.v), boundary_state_if(a.output_final_state, s, a.q, a.state_v_first),
           empty({check_for_backward_bytes("chunk_gla", a.for_backward_bytes)}, a.q, at::kByte)};
 }
 
@@ -147,8 +109,7 @@ BackwardOutputs chunk_gla_bwd_meta(const BackwardArguments& a) {
           fresh(a.v),
           gate_grad(a.gate_gradient ? a.g : std::nullopt, a.q, s),
           gate_grad(a.gv, a.q, s),
-          given(a.initial_state) ? boundary_state(s, a.q, a.state_v_first)
-                                 : empty({0}, a.q, s.accumulate)};
+          boundary_state_if(given(a.initial_state), s, a.q, a.state_v_first)};
 }
 
 // Saved are the inputs and what the device's plan leaves for backward (for_backward.h).
@@ -156,22 +117,19 @@ struct ChunkGla {
   static constexpr const char *fwd = "chunk_gla_fwd", *bwd = "chunk_gla_bwd";
 
   static size_t setup_context(AutogradContext* ctx, const variable_list& outputs,
-                              const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                              const OptionalTensor& g, const OptionalTensor& gv,
-                              const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
-                              std::optional<double> scale, bool output_final_state,
-                              bool state_v_first, bool batch_invariant, int64_t) {
-    save(ctx, {q, k, v, g, gv, initial_state, cu_seqlens, /*for_backward=*/outputs[2]});
-    ctx->saved_data["scale"] = scale;
-    ctx->saved_data["state_v_first"] = state_v_first;
-    ctx->saved_data["batch_invariant"] = batch_invariant;
-    return output_final_state ? 2 : 1;
+                              const ForwardArguments& a) {
+    save(ctx, {a.q, a.k, a.v, a.g, a.gv, a.initial_state, a.cu_seqlens,
+               /*for_backward=*/outputs[2]});
+    ctx->saved_data["scale"] = a.scale;
+    ctx->saved_data["state_v_first"] = a.state_v_first;
+    ctx->saved_data["batch_invariant"] = a.batch_invariant;
+    return a.output_final_state ? 2 : 1;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const at::Tensor none, &q = saved[0], &k = saved[1], &v = saved[2], &g = saved[3],
-                           &gv = saved[4], &initial_state = saved[5];
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &g = saved[3], &gv = saved[4],
+                     &initial_state = saved[5];
     const at::Tensor d_o = grads[0].defined() ? grads[0] : zero_output_grad(q, v);
     const OptionalTensor dht = grads.size() > 1 ? or_absent(grads[1]) : std::nullopt;
     const bool gate_gradient = g.defined() && ctx->needs_input_grad(3);
@@ -183,9 +141,9 @@ struct ChunkGla {
     return {dq,
             dk,
             dv,
-            gate_gradient ? dg : none,
-            gv.defined() ? dgv : none,
-            initial_state.defined() ? dh0 : none};
+            gate_gradient ? dg : at::Tensor(),
+            grad_of(gv, dgv),
+            grad_of(initial_state, dh0)};
   }
 };
 
@@ -231,12 +189,12 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
-  m.impl("chunk_gla_fwd", positional<chunk_gla_fwd_meta>);
-  m.impl("chunk_gla_bwd", positional<chunk_gla_bwd_meta>);
+  m.impl(ChunkGla::fwd, by_arguments<chunk_gla_fwd, chunk_gla_fwd_meta>);
+  m.impl(ChunkGla::bwd, by_arguments<chunk_gla_bwd, chunk_gla_bwd_meta>);
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  m.impl(ChunkGla::fwd, positional<chunk_gla_fwd_autograd>);
+  m.impl(ChunkGla::fwd, by_arguments<chunk_gla_fwd, chunk_gla_fwd_autograd>);
   m.impl(ChunkGla::bwd, DifferentiableOnce<chunk_gla_bwd, ChunkGla>::run);
 }
 

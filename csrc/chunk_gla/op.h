@@ -1,9 +1,8 @@
-// chunk_gla's arguments by name, and what they are checked for. A kernel takes them so and is
-// registered as `positional<kernel>`; the schema, the C++ entry and what autograd saves list them
-// again.
+// chunk_gla's arguments by name (dispatch/arguments.h), and what they are checked for.
 #pragma once
 
 #include "common/shape.h"
+#include "dispatch/arguments.h"
 #include "ops.h"
 
 namespace gla_ext {
@@ -40,26 +39,5 @@ Shape check_chunk_inputs(const char* op, const ForwardArguments& a);
 int64_t check_for_backward_bytes(const char* op, int64_t for_backward_bytes);
 
 Shape check_chunk_gla_bwd(const BackwardArguments& a);
-
-template <ForwardOutputs (*kernel)(const ForwardArguments&)>
-ForwardOutputs positional(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const OptionalTensor& g, const OptionalTensor& gv,
-                          const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
-                          std::optional<double> scale, bool output_final_state, bool state_v_first,
-                          bool batch_invariant, int64_t for_backward_bytes) {
-  return kernel({q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state,
-                 state_v_first, batch_invariant, for_backward_bytes});
-}
-
-template <BackwardOutputs (*kernel)(const BackwardArguments&)>
-BackwardOutputs positional(const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q,
-                           const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
-                           const OptionalTensor& gv, const OptionalTensor& initial_state,
-                           const OptionalTensor& cu_seqlens, std::optional<double> scale,
-                           bool state_v_first, bool batch_invariant,
-                           const OptionalTensor& for_backward, bool gate_gradient) {
-  return kernel({d_o, dht, q, k, v, g, gv, initial_state, cu_seqlens, scale, state_v_first,
-                 batch_invariant, for_backward, gate_gradient});
-}
 
 }  // namespace gla_ext

@@ -1,23 +1,15 @@
 // Cross entropy on CUDA: the launch of a checked call.
-#include <ATen/cuda/CUDAContext.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-
-#include "cuda/host/tensors.h"
+#include "cuda/host/launch.h"
 #include "cuda_kernels.h"
 #include "op.h"
 
 namespace gla_ext::cuda {
 namespace {
 
-// One call on the device and the current stream of its tensors. Holds the copies that some inputs
-// need.
-class CrossEntropyLaunch {
+class CrossEntropyLaunch : Launch {
  public:
   explicit CrossEntropyLaunch(const CrossEntropyCall& call)
-      : guard_(call.logits.device()),
-        stream_(c10::cuda::getCurrentCUDAStream(call.logits.device().index())),
-        logits_(call.contiguous_rows()) {
+      : Launch(call.logits.device()), logits_(call.contiguous_rows()) {
     check_not_fp64(call.op, call.accumulate);
     check_gpu(call.op, logits_.device());
     target_ = call.target.to(at::kLong).contiguous();
@@ -51,10 +43,8 @@ class CrossEntropyLaunch {
     p.dloss_stride = dloss.stride(0);
     p.lse = const_cast<float*>(lse_.const_data_ptr<float>());
   }
-  void run(void (*launch)(const CrossEntropy&, cudaStream_t)) const {
-    if (p.rows == 0) return;
-    launch(p, stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  void run(void (*kernel)(const CrossEntropy&, cudaStream_t)) const {
+    if (p.rows > 0) launch(kernel, p);
   }
 
  private:
@@ -62,8 +52,6 @@ class CrossEntropyLaunch {
     return t.size(1) % 8 == 0 && t.stride(0) % 8 == 0 && starts_aligned(t.const_data_ptr());
   }
 
-  c10::cuda::CUDAGuard guard_;
-  c10::cuda::CUDAStream stream_;
   at::Tensor logits_, target_, lse_;
 };
 

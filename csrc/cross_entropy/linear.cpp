@@ -23,7 +23,7 @@
 namespace gla_ext {
 
 LinearCrossEntropyOutputs linear_cross_entropy_fwd(
-    const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+    const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
     const at::Tensor& target, int64_t ignore_index, double label_smoothing, double logit_scale,
     std::optional<double> logit_softcapping, int64_t num_chunks, bool with_dx, bool with_dweight) {
   static const Op<decltype(linear_cross_entropy_fwd)> op("gla_ext::linear_cross_entropy_fwd");
@@ -33,34 +33,39 @@ LinearCrossEntropyOutputs linear_cross_entropy_fwd(
 
 namespace {
 
+// As ops.h describes them.
+struct LinearArguments {
+  const at::Tensor &x, &weight;
+  const OptionalTensor& bias;
+  const at::Tensor& target;
+  int64_t ignore_index;
+  double label_smoothing, logit_scale;
+  std::optional<double> logit_softcapping;
+  int64_t num_chunks;
+  bool with_dx, with_dweight;
+};
+
 // What it takes.
-void check_linear_cross_entropy(const at::Tensor& x, const at::Tensor& weight,
-                                const OptionalTensor& bias, const at::Tensor& target,
-                                const CrossEntropyArguments& options, int64_t num_chunks) {
+void check_linear_cross_entropy(const LinearArguments& a) {
   const char* op = "linear_cross_entropy";
-  const Checker check(op, "x", x);
-  std::vector<std::pair<const char*, const at::Tensor*>> parameters{{"weight", &weight}};
-  if (given(bias)) parameters.push_back({"bias", &*bias});
-  check.strided("x", x);
-  check.floating("x", x);
-  for (const auto& [name, t] : parameters) {
-    check.defined(name, *t);
-    check.strided(name, *t);
-    check.device(name, *t);
-    check.like_first(name, *t, x.scalar_type());
-  }
-  check.defined("target", target);
-  check.rank("x", x, 2, "[N, D]");
-  check.rank("weight", weight, 2, "[V, D]");
-  const c10::SymInt N = x.sym_size(0), V = weight.sym_size(0);
-  check.shape("weight", weight, "[V, D]", {V, x.sym_size(1)});
+  const Checker check(op, "x", a.x);
+  check.strided("x", a.x);
+  check.floating("x", a.x);
+  check.like("weight", a.weight);
+  if (given(a.bias)) check.like("bias", *a.bias);
+  check.defined("target", a.target);
+  check.rank("x", a.x, 2, "[N, D]");
+  check.rank("weight", a.weight, 2, "[V, D]");
+  const c10::SymInt N = a.x.sym_size(0), V = a.weight.sym_size(0);
+  check.shape("weight", a.weight, "[V, D]", {V, a.x.sym_size(1)});
   check.at_least_one("the first dimension", "weight", V);
-  if (given(bias)) check.shape("bias", *bias, "[V]", {V});
-  check.indices("target", target, "[N]");
-  check.shape("target", target, "[N]", {N});
-  TORCH_CHECK_VALUE(num_chunks >= 1, op, ": expected num_chunks to be at least 1, got ",
-                    num_chunks);
-  options.checked(op);
+  if (given(a.bias)) check.shape("bias", *a.bias, "[V]", {V});
+  check.indices("target", a.target, "[N]");
+  check.shape("target", a.target, "[N]", {N});
+  TORCH_CHECK_VALUE(a.num_chunks >= 1, op, ": expected num_chunks to be at least 1, got ",
+                    a.num_chunks);
+  CrossEntropyArguments{a.ignore_index, a.label_smoothing, a.logit_scale, a.logit_softcapping}
+      .checked(op);
 }
 
 // As many rows as make num_chunks parts of x, in fewer where logits are not much wider than x.
@@ -79,119 +84,99 @@ void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b) {
     at::addmm_out(sum, sum, a.t().to(sum.scalar_type()), b.to(sum.scalar_type()));
 }
 
-LinearCrossEntropyOutputs linear_cross_entropy_fwd_kernel(
-    const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-    const at::Tensor& target, int64_t ignore_index, double label_smoothing, double logit_scale,
-    std::optional<double> logit_softcapping, int64_t num_chunks, bool with_dx, bool with_dweight) {
-  check_linear_cross_entropy(x, weight, bias, target,
-                             {ignore_index, label_smoothing, logit_scale, logit_softcapping},
-                             num_chunks);
+LinearCrossEntropyOutputs kernel(const LinearArguments& a) {
+  check_linear_cross_entropy(a);
+  const at::Tensor &x = a.x, &weight = a.weight;
   const at::ScalarType accumulate = accumulate_of(x);
   const int64_t N = x.size(0), D = x.size(1), V = weight.size(0);
-  if (x.is_cpu()) check_labels("linear_cross_entropy", target, V, ignore_index);
+  if (x.is_cpu()) check_labels("linear_cross_entropy", a.target, V, a.ignore_index);
   const auto wide = x.options().dtype(accumulate);
   at::Tensor loss = at::zeros({}, wide);
-  at::Tensor dx = with_dx ? at::empty({N, D}, x.options()) : at::empty({0}, x.options());
-  at::Tensor dweight = with_dweight ? at::zeros({V, D}, wide) : at::empty({0}, wide);
-  at::Tensor dbias = with_dweight && given(bias) ? at::zeros({V}, wide) : at::empty({0}, wide);
-  const int64_t rows = rows_of_chunk(N, D, V, num_chunks);
+  at::Tensor dx = a.with_dx ? at::empty({N, D}, x.options()) : at::empty({0}, x.options());
+  at::Tensor dweight = a.with_dweight ? at::zeros({V, D}, wide) : at::empty({0}, wide);
+  at::Tensor dbias = a.with_dweight && given(a.bias) ? at::zeros({V}, wide) : at::empty({0}, wide);
+  const int64_t rows = rows_of_chunk(N, D, V, a.num_chunks);
   for (int64_t first = 0; first < N; first += rows) {
     const int64_t count = std::min(rows, N - first);
     const at::Tensor part = x.narrow(0, first, count);
-    const at::Tensor labels = target.narrow(0, first, count);
-    at::Tensor logits = at::linear(part, weight, bias);
-    if (!with_dx && !with_dweight) {
-      loss += std::get<0>(cross_entropy_fwd(logits, labels, ignore_index, label_smoothing,
-                                            logit_scale, logit_softcapping, 0, false))
+    const at::Tensor labels = a.target.narrow(0, first, count);
+    at::Tensor logits = at::linear(part, weight, a.bias);
+    if (!a.with_dx && !a.with_dweight) {
+      loss += std::get<0>(cross_entropy_fwd(logits, labels, a.ignore_index, a.label_smoothing,
+                                            a.logit_scale, a.logit_softcapping, 0, false))
                   .sum();
       continue;
     }
-    loss += cross_entropy_with_grad_(logits, labels, ignore_index, label_smoothing, logit_scale,
-                                     logit_softcapping, 0)
+    loss += cross_entropy_with_grad_(logits, labels, a.ignore_index, a.label_smoothing,
+                                     a.logit_scale, a.logit_softcapping, 0)
                 .sum();
-    if (with_dx) {
+    if (a.with_dx) {
       at::Tensor of_part = dx.narrow(0, first, count);
       at::mm_out(of_part, logits, weight);
     }
-    if (with_dweight) add_product(dweight, logits, part);
+    if (a.with_dweight) add_product(dweight, logits, part);
     if (dbias.numel() > 0) dbias += logits.sum(0, /*keepdim=*/false, accumulate);
   }
   return {loss, dx, dweight, dbias};
 }
 
 // What it returns while a graph is traced.
-LinearCrossEntropyOutputs linear_cross_entropy_fwd_meta(
-    const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-    const at::Tensor& target, int64_t ignore_index, double label_smoothing, double logit_scale,
-    std::optional<double> logit_softcapping, int64_t num_chunks, bool with_dx, bool with_dweight) {
-  check_linear_cross_entropy(x, weight, bias, target,
-                             {ignore_index, label_smoothing, logit_scale, logit_softcapping},
-                             num_chunks);
-  const at::ScalarType wide = accumulate_of(x);
-  return {empty({}, x, wide), with_dx ? fresh(x) : empty({0}, x, x.scalar_type()),
-          with_dweight ? empty(weight.sym_sizes(), x, wide) : empty({0}, x, wide),
-          with_dweight && given(bias) ? empty(bias->sym_sizes(), x, wide) : empty({0}, x, wide)};
+LinearCrossEntropyOutputs meta(const LinearArguments& a) {
+  check_linear_cross_entropy(a);
+  const at::ScalarType wide = accumulate_of(a.x);
+  const auto of = [&](bool asked_for, const OptionalTensor& t) {
+    return asked_for && given(t) ? empty(t->sym_sizes(), a.x, wide) : empty({0}, a.x, wide);
+  };
+  return {empty({}, a.x, wide), a.with_dx ? fresh(a.x) : empty({0}, a.x, a.x.scalar_type()),
+          of(a.with_dweight, a.weight), of(a.with_dweight, a.bias)};
 }
 
-// Under autograd: forward has made the gradients of its sum, which backward scales.
-class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> {
- public:
-  static constexpr bool is_traceable = true;
+// Forward has made the gradients of its sum, which backward scales.
+struct LinearCrossEntropy {
+  static constexpr const char* fwd = "linear_cross_entropy_fwd";
 
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
-                            const OptionalTensor& bias, const at::Tensor& target,
-                            int64_t ignore_index, double label_smoothing, double logit_scale,
-                            std::optional<double> logit_softcapping, int64_t num_chunks,
-                            bool with_dx, bool with_dweight) {
-    auto [loss, dx, dweight, dbias] = below_autograd<linear_cross_entropy_fwd>(
-        x, weight, bias, target, ignore_index, label_smoothing, logit_scale, logit_softcapping,
-        num_chunks, with_dx, with_dweight);
-    ctx->save_for_backward({dx, dweight, dbias});
-    ctx->saved_data["dtype"] = weight.scalar_type();
-    ctx->saved_data["bias"] = given(bias);
-    ctx->set_materialize_grads(false);
-    return loss;
+  static size_t setup_context(AutogradContext* ctx, const variable_list& outputs,
+                              const LinearArguments& a) {
+    ctx->save_for_backward({/*dx=*/outputs[1], /*dweight=*/outputs[2], /*dbias=*/outputs[3]});
+    ctx->saved_data["dtype"] = a.weight.scalar_type();
+    ctx->saved_data["bias"] = given(a.bias);
+    return 1;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list results(11);
-    const at::Tensor& dloss = grads[0];
-    if (!dloss.defined()) return results;
-    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(),
-                                "linear_cross_entropy: double backward is not supported");
+    if (at::GradMode::is_enabled()) refuse_double_backward(fwd);
     const variable_list saved = ctx->get_saved_variables();
     const auto dtype = ctx->saved_data["dtype"].toScalarType();
+    variable_list results(3);
     // Rounded once, in one pass.
-    const auto scaled = [&](const at::Tensor& sum) {
-      at::Tensor result = at::empty_symint(sum.sym_sizes(), sum.options().dtype(dtype));
-      return at::mul_out(result, sum, dloss);
+    const auto scale = [&](size_t i) {
+      if (!ctx->needs_input_grad(i)) return;
+      results[i] = at::empty_symint(saved[i].sym_sizes(), saved[i].options().dtype(dtype));
+      at::mul_out(results[i], saved[i], grads[0]);
     };
-    if (ctx->needs_input_grad(0)) results[0] = scaled(saved[0]);
-    if (ctx->needs_input_grad(1)) results[1] = scaled(saved[1]);
-    if (ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(2)) results[2] = scaled(saved[2]);
+    scale(0);
+    scale(1);
+    if (ctx->saved_data["bias"].toBool()) scale(2);
     return results;
   }
 };
 
-LinearCrossEntropyOutputs linear_cross_entropy_fwd_autograd(
-    const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-    const at::Tensor& target, int64_t ignore_index, double label_smoothing, double logit_scale,
-    std::optional<double> logit_softcapping, int64_t num_chunks, bool with_dx, bool with_dweight) {
-  refuse_unsupported("linear_cross_entropy_fwd", x, weight, bias, target);
-  if (!at::GradMode::is_enabled())
-    return below_autograd<linear_cross_entropy_fwd>(x, weight, bias, target, ignore_index,
-                                                    label_smoothing, logit_scale, logit_softcapping,
-                                                    num_chunks, with_dx, with_dweight);
-  // Under autograd the gradients are its own, and made where they are wanted.
-  const bool wants_dx = x.requires_grad();
-  const bool wants_dweight = weight.requires_grad() || (given(bias) && bias->requires_grad());
-  const at::Tensor loss =
-      LinearCrossEntropy::apply(x, weight, bias, target, ignore_index, label_smoothing, logit_scale,
-                                logit_softcapping, num_chunks, wants_dx, wants_dweight);
-  const auto none = [](const at::Tensor& like, at::ScalarType dtype) {
-    return at::empty({0}, like.options().dtype(dtype));
+// Under autograd the gradients are its own, and made where they are wanted.
+LinearCrossEntropyOutputs autograd(const LinearArguments& a) {
+  refuse_unsupported(LinearCrossEntropy::fwd, a.x, a.weight, a.bias, a.target);
+  const bool trains = a.weight.requires_grad() || (given(a.bias) && a.bias->requires_grad());
+  const auto run = [&](auto* call, bool with_dx, bool with_dweight) {
+    return call(a.x, a.weight, a.bias, a.target, a.ignore_index, a.label_smoothing, a.logit_scale,
+                a.logit_softcapping, a.num_chunks, with_dx, with_dweight);
   };
-  return {loss, none(x, x.scalar_type()), none(x, loss.scalar_type()), none(x, loss.scalar_type())};
+  if (!at::GradMode::is_enabled()) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return run(linear_cross_entropy_fwd, a.with_dx, a.with_dweight);
+  }
+  const auto record = Differentiable<linear_cross_entropy_fwd, LinearCrossEntropy>::record;
+  const at::Tensor loss = std::get<0>(run(record, a.x.requires_grad(), trains));
+  const auto none = [](const at::Tensor& like) { return at::empty({0}, like.options()); };
+  return {loss, none(a.x), none(loss), none(loss)};
 }
 
 }  // namespace
@@ -206,19 +191,19 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
-  m.impl("linear_cross_entropy_fwd", linear_cross_entropy_fwd_kernel);
+  m.impl("linear_cross_entropy_fwd", by_arguments<linear_cross_entropy_fwd, kernel>);
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
-  m.impl("linear_cross_entropy_fwd", linear_cross_entropy_fwd_kernel);
+  m.impl("linear_cross_entropy_fwd", by_arguments<linear_cross_entropy_fwd, kernel>);
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
-  m.impl("linear_cross_entropy_fwd", linear_cross_entropy_fwd_meta);
+  m.impl("linear_cross_entropy_fwd", by_arguments<linear_cross_entropy_fwd, meta>);
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  m.impl("linear_cross_entropy_fwd", linear_cross_entropy_fwd_autograd);
+  m.impl("linear_cross_entropy_fwd", by_arguments<linear_cross_entropy_fwd, autograd>);
 }
 
 }  // namespace gla_ext

@@ -83,9 +83,7 @@ CrossEntropyCall check_cross_entropy(const char* op, const at::Tensor& logits,
   const at::ScalarType accumulate = accumulate_of(logits);
   for (const auto& [name, t] : {std::pair{"dloss", dloss}, std::pair{"lse", lse}}) {
     if (t == nullptr) continue;
-    check.defined(name, *t);
-    check.strided(name, *t);
-    check.device(name, *t);
+    check.placed(name, *t);
     check.dtype(name, *t, accumulate, "");
     check.shape(name, *t, "[N]", {logits.sym_size(0)});
   }
@@ -144,17 +142,14 @@ struct CrossEntropy {
   static constexpr const char *fwd = "cross_entropy_fwd", *bwd = "cross_entropy_bwd";
 
   static size_t setup_context(AutogradContext* ctx, const variable_list& outputs,
-                              const at::Tensor& logits, const at::Tensor& target,
-                              int64_t ignore_index, double label_smoothing, double logit_scale,
-                              std::optional<double> logit_softcapping, double lse_square_scale,
-                              bool inplace_backward) {
-    ctx->save_for_backward({logits, target, /*lse=*/outputs[2]});
-    ctx->saved_data["ignore_index"] = ignore_index;
-    ctx->saved_data["label_smoothing"] = label_smoothing;
-    ctx->saved_data["logit_scale"] = logit_scale;
-    ctx->saved_data["logit_softcapping"] = logit_softcapping;
-    ctx->saved_data["lse_square_scale"] = lse_square_scale;
-    ctx->saved_data["inplace_backward"] = inplace_backward;
+                              const CrossEntropyForward& a) {
+    ctx->save_for_backward({a.logits, a.target, /*lse=*/outputs[2]});
+    ctx->saved_data["ignore_index"] = a.options.ignore_index;
+    ctx->saved_data["label_smoothing"] = a.options.label_smoothing;
+    ctx->saved_data["logit_scale"] = a.options.logit_scale;
+    ctx->saved_data["logit_softcapping"] = a.options.logit_softcapping;
+    ctx->saved_data["lse_square_scale"] = a.options.lse_square_scale;
+    ctx->saved_data["inplace_backward"] = a.inplace_backward;
     return 1;
   }
 
@@ -179,7 +174,7 @@ struct CrossEntropy {
 };
 
 // Named by itself: a gradient of the gradient is torch's, see differentiable_gradient.
-struct CrossEntropyBackward {
+struct CrossEntropyTwice {
   static constexpr const char *fwd = CrossEntropy::bwd, *bwd = CrossEntropy::bwd;
 };
 
@@ -202,20 +197,15 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
                 options + ") -> ()");
   define(m,
          "cross_entropy_with_grad_(Tensor(a!) logits, Tensor target, " + options + ") -> Tensor");
+  in_place<cross_entropy_bwd_, kBackward>(m, kBackward.op);
+  in_place<cross_entropy_with_grad_, kWithGrad>(m, kWithGrad.op);
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) { CrossEntropyOn<Traced>::register_in(m); }
 
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
   m.impl(CrossEntropy::fwd, Differentiable<cross_entropy_fwd, CrossEntropy>::run);
-  m.impl(CrossEntropy::bwd, DifferentiableOnce<cross_entropy_bwd, CrossEntropyBackward>::run);
-  m.impl(kBackward.op, InPlace<cross_entropy_bwd_>::refuse<kBackward>);
-  m.impl(kWithGrad.op, InPlace<cross_entropy_with_grad_>::refuse<kWithGrad>);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
-  m.impl(kBackward.op, InPlace<cross_entropy_bwd_>::run_and_tell);
-  m.impl(kWithGrad.op, InPlace<cross_entropy_with_grad_>::run_and_tell);
+  m.impl(CrossEntropy::bwd, DifferentiableOnce<cross_entropy_bwd, CrossEntropyTwice>::run);
 }
 
 }  // namespace gla_ext

@@ -5,6 +5,7 @@
 
 #include "common/cross_entropy.h"
 #include "common/shape.h"
+#include "dispatch/arguments.h"
 #include "dispatch/meta.h"
 #include "ops.h"
 
@@ -45,65 +46,61 @@ at::ScalarType accumulate_of(const at::Tensor& t);
 // Where labels can be read at no cost: each is a class, or ignored.
 void check_labels(const char* op, const at::Tensor& target, int64_t V, int64_t ignored);
 
-// The operators as the dispatcher calls them, by their arguments one by one. A backend has
+// The arguments, as ops.h describes them.
+struct CrossEntropyForward {
+  const at::Tensor &logits, &target;
+  CrossEntropyArguments options;
+  bool inplace_backward;
+};
+struct CrossEntropyBackward {
+  const at::Tensor &dloss, &logits, &target, &lse;
+  CrossEntropyArguments options;
+};
+struct CrossEntropyWithGrad {
+  const at::Tensor &logits, &target;
+  CrossEntropyArguments options;
+};
+
+// The operators from a backend, which has
 //   forward(call, loss, z_loss, lse), backward(call, dloss, lse, dlogits), with_grad(call, loss)
 // where dlogits may be the logits, and with_grad writes it over them.
 template <class Backend>
 struct CrossEntropyOn {
-  static CrossEntropyForwardOutputs fwd(const at::Tensor& logits, const at::Tensor& target,
-                                        int64_t ignore_index, double label_smoothing,
-                                        double logit_scale, std::optional<double> logit_softcapping,
-                                        double lse_square_scale, bool) {
-    const CrossEntropyCall call = check_cross_entropy(
-        "cross_entropy", logits, target,
-        {ignore_index, label_smoothing, logit_scale, logit_softcapping, lse_square_scale},
-        /*written=*/false);
+  static CrossEntropyForwardOutputs fwd(const CrossEntropyForward& a) {
+    const CrossEntropyCall call =
+        check_cross_entropy("cross_entropy", a.logits, a.target, a.options, /*written=*/false);
     const at::Tensor loss = call.a_row(), z_loss = call.a_row(), lse = call.a_row();
     Backend::forward(call, loss, z_loss, lse);
     return {loss, z_loss, lse};
   }
 
-  static at::Tensor bwd(const at::Tensor& dloss, const at::Tensor& logits, const at::Tensor& target,
-                        const at::Tensor& lse, int64_t ignore_index, double label_smoothing,
-                        double logit_scale, std::optional<double> logit_softcapping,
-                        double lse_square_scale) {
+  static at::Tensor bwd(const CrossEntropyBackward& a) {
     const CrossEntropyCall call = check_cross_entropy(
-        "cross_entropy_bwd", logits, target,
-        {ignore_index, label_smoothing, logit_scale, logit_softcapping, lse_square_scale},
-        /*written=*/false, &dloss, &lse);
-    const at::Tensor dlogits = fresh(logits);
-    Backend::backward(call, dloss, lse, dlogits);
+        "cross_entropy_bwd", a.logits, a.target, a.options, /*written=*/false, &a.dloss, &a.lse);
+    const at::Tensor dlogits = fresh(a.logits);
+    Backend::backward(call, a.dloss, a.lse, dlogits);
     return dlogits;
   }
 
-  static void bwd_over_logits(const at::Tensor& dloss, at::Tensor& logits, const at::Tensor& target,
-                              const at::Tensor& lse, int64_t ignore_index, double label_smoothing,
-                              double logit_scale, std::optional<double> logit_softcapping,
-                              double lse_square_scale) {
+  static void bwd_over_logits(const CrossEntropyBackward& a) {
     const CrossEntropyCall call = check_cross_entropy(
-        "cross_entropy_bwd_", logits, target,
-        {ignore_index, label_smoothing, logit_scale, logit_softcapping, lse_square_scale},
-        /*written=*/true, &dloss, &lse);
-    Backend::backward(call, dloss, lse, logits);
+        "cross_entropy_bwd_", a.logits, a.target, a.options, /*written=*/true, &a.dloss, &a.lse);
+    Backend::backward(call, a.dloss, a.lse, a.logits);
   }
 
-  static at::Tensor with_grad(at::Tensor& logits, const at::Tensor& target, int64_t ignore_index,
-                              double label_smoothing, double logit_scale,
-                              std::optional<double> logit_softcapping, double lse_square_scale) {
-    const CrossEntropyCall call = check_cross_entropy(
-        "cross_entropy_with_grad_", logits, target,
-        {ignore_index, label_smoothing, logit_scale, logit_softcapping, lse_square_scale},
-        /*written=*/true);
+  static at::Tensor with_grad(const CrossEntropyWithGrad& a) {
+    const CrossEntropyCall call = check_cross_entropy("cross_entropy_with_grad_", a.logits,
+                                                      a.target, a.options, /*written=*/true);
     const at::Tensor loss = call.a_row();
     Backend::with_grad(call, loss);
     return loss;
   }
 
   static void register_in(torch::Library& m) {
-    m.impl("cross_entropy_fwd", fwd);
-    m.impl("cross_entropy_bwd", bwd);
-    m.impl("cross_entropy_bwd_", bwd_over_logits);
-    m.impl("cross_entropy_with_grad_", with_grad);
+    m.impl("cross_entropy_fwd", by_arguments<cross_entropy_fwd, fwd>);
+    m.impl("cross_entropy_bwd", by_arguments<cross_entropy_bwd, bwd>);
+    m.impl("cross_entropy_bwd_", by_arguments<cross_entropy_bwd_, bwd_over_logits>);
+    m.impl("cross_entropy_with_grad_", by_arguments<cross_entropy_with_grad_, with_grad>);
   }
 };
 

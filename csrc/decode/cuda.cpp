@@ -1,26 +1,20 @@
 // The linear maps of a decoded token on CUDA: check, allocate, launch; calls that the kernel does
 // not serve are composed of other operators.
-#include <ATen/cuda/CUDAContext.h>
-#include <ATen/ops/empty.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-#include "cuda/host/sm90_built.h"
-#include "cuda/host/tensors.h"
+#include "cuda/host/launch.h"
+#include "cuda/host/plan_inputs.h"
 #include "cuda_kernels.h"
 #include "op.h"
 
 namespace gla_ext::cuda {
 namespace {
 
-// One call on the device and the current stream of its tensors. Holds the copies that some inputs
-// need.
-class DecodeCall {
+class DecodeCall : Launch {
  public:
   // D columns of `x`, its last `last` dimensions.
   DecodeCall(const char* op, const at::Tensor& x, int64_t last, bool overlaps)
-      : guard_(x.device()), stream_(c10::cuda::getCurrentCUDAStream(x.device().index())) {
+      : Launch(x.device()) {
     check_gpu(op, x.device());
     sizes_ = x.sizes().vec();
     int64_t D = 1;
@@ -54,7 +48,7 @@ class DecodeCall {
     if (!serves_) return;
     p.norm_dtype = dtype_of(weight->scalar_type());
     p.overlaps = p.overlaps && weight->is_contiguous();
-    p.norm_weight = kept_.emplace_back(weight->contiguous()).const_data_ptr();
+    p.norm_weight = hold(weight->contiguous()).const_data_ptr();
   }
   void gate(const at::Tensor& t) {
     if (serves_) p.gate = input(t, p.D, p.gate_stride);
@@ -82,10 +76,7 @@ class DecodeCall {
     m.y = y.mutable_data_ptr();
     return y;
   }
-  void launch(void (*kernel)(const DecodeLinear&, cudaStream_t)) const {
-    kernel(p, stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  }
+  void run(void (*kernel)(const DecodeLinear&, cudaStream_t)) const { launch(kernel, p); }
 
  private:
   // [rows, width] whose rows start at multiples of 16 bytes, if they are that long.
@@ -93,7 +84,7 @@ class DecodeCall {
     const at::Tensor m = t.reshape({p.rows, width});
     const bool fits = (m.stride(1) == 1 || width == 1) && starts_aligned(m.const_data_ptr()) &&
                       m.stride(0) % 8 == 0 && m.stride(0) <= kMostDecodeColumns;
-    const at::Tensor& c = kept_.emplace_back(fits ? m : aligned(m));
+    const at::Tensor& c = hold(fits ? m : aligned(m));
     stride = static_cast<int32_t>(c.stride(0));
     return c.const_data_ptr();
   }
@@ -101,80 +92,65 @@ class DecodeCall {
   const void* weight(const at::Tensor& t) {
     const bool fits = t.is_contiguous() && starts_aligned(t.const_data_ptr());
     p.overlaps = p.overlaps && fits;
-    return kept_.emplace_back(fits ? t : aligned(t)).const_data_ptr();
+    return hold(fits ? t : aligned(t)).const_data_ptr();
   }
   static at::Tensor aligned(const at::Tensor& t) { return t.clone(at::MemoryFormat::Contiguous); }
 
-  c10::cuda::CUDAGuard guard_;
-  c10::cuda::CUDAStream stream_;
   std::vector<int64_t> sizes_;  // of an output, without its last
   bool serves_ = false;
   Before before_ = Before::kNothing;
-  std::vector<at::Tensor> kept_;
 };
 
-std::vector<at::Tensor> norm_linear_cuda(const at::Tensor& x, const OptionalTensor& norm_weight,
-                                         double eps, at::TensorList weights, bool overlaps) {
-  check_norm_linear(x, norm_weight, weights);
-  DecodeCall call("norm_linear", x, 1, overlaps);
-  call.norm(norm_weight, eps, x.size(-1), Before::kNorm);
-  if (!call.serves(weights.size()))
-    return composed::norm_linear(x, norm_weight, eps, weights, overlaps);
+std::vector<at::Tensor> launched(const NormLinear& a) {
+  DecodeCall call("norm_linear", a.x, 1, a.overlaps);
+  call.norm(a.norm_weight, a.eps, a.x.size(-1), Before::kNorm);
+  if (!call.serves(a.weights.size())) return composed(a);
   std::vector<at::Tensor> results;
-  for (const at::Tensor& weight : weights) results.push_back(call.map(weight, 16));
-  call.launch(decode_norm_linear);
+  for (const at::Tensor& weight : a.weights) results.push_back(call.map(weight, 16));
+  call.run(decode_norm_linear);
   return results;
 }
 
-at::Tensor norm_swiglu_cuda(const at::Tensor& x, const OptionalTensor& norm_weight, double eps,
-                            const at::Tensor& gate_weight, const at::Tensor& up_weight,
-                            bool overlaps) {
-  check_norm_swiglu(x, norm_weight, gate_weight, up_weight);
-  DecodeCall call("norm_swiglu", x, 1, overlaps);
-  call.norm(norm_weight, eps, x.size(-1), Before::kNorm);
-  if (!call.serves(1))
-    return composed::norm_swiglu(x, norm_weight, eps, gate_weight, up_weight, overlaps);
-  at::Tensor y = call.map(gate_weight, 8);
-  call.up(up_weight);
-  call.launch(decode_norm_swiglu);
+at::Tensor launched(const NormSwiglu& a) {
+  DecodeCall call("norm_swiglu", a.x, 1, a.overlaps);
+  call.norm(a.norm_weight, a.eps, a.x.size(-1), Before::kNorm);
+  if (!call.serves(1)) return composed(a);
+  at::Tensor y = call.map(a.gate_weight, 8);
+  call.up(a.up_weight);
+  call.run(decode_norm_swiglu);
   return y;
 }
 
-at::Tensor linear_residual_cuda(const at::Tensor& x, const at::Tensor& weight,
-                                const at::Tensor& residual, bool overlaps) {
-  check_linear_residual(x, weight, residual);
-  DecodeCall call("linear_residual", x, 1, overlaps);
-  if (!call.serves(1)) return composed::linear_residual(x, weight, residual, overlaps);
-  at::Tensor y = call.map(weight, 16);
-  call.residual(residual);
-  call.launch(decode_linear_residual);
+at::Tensor launched(const LinearResidual& a) {
+  DecodeCall call("linear_residual", a.x, 1, a.overlaps);
+  if (!call.serves(1)) return composed(a);
+  at::Tensor y = call.map(a.weight, 16);
+  call.residual(a.residual);
+  call.run(decode_linear_residual);
   return y;
 }
 
-at::Tensor norm_gate_linear_residual_cuda(const at::Tensor& o, const OptionalTensor& norm_weight,
-                                          double eps, const at::Tensor& gate,
-                                          const at::Tensor& weight, const at::Tensor& residual,
-                                          bool overlaps) {
-  check_norm_gate_linear_residual(o, norm_weight, gate, weight, residual);
-  DecodeCall call("norm_gate_linear_residual", o, 2, overlaps);
-  call.norm(norm_weight, eps, o.size(-1), Before::kGatedNorm);
-  if (!call.serves(1))
-    return composed::norm_gate_linear_residual(o, norm_weight, eps, gate, weight, residual,
-                                               overlaps);
-  at::Tensor y = call.map(weight, 16);
-  call.gate(gate);
-  call.residual(residual);
-  call.launch(decode_norm_gate_linear_residual);
+at::Tensor launched(const NormGateLinearResidual& a) {
+  DecodeCall call("norm_gate_linear_residual", a.o, 2, a.overlaps);
+  call.norm(a.norm_weight, a.eps, a.o.size(-1), Before::kGatedNorm);
+  if (!call.serves(1)) return composed(a);
+  at::Tensor y = call.map(a.weight, 16);
+  call.gate(a.gate);
+  call.residual(a.residual);
+  call.run(decode_norm_gate_linear_residual);
   return y;
 }
+
+struct Backend {
+  template <class Arguments>
+  static auto run(const Arguments& a) {
+    check(a);
+    return launched(a);
+  }
+};
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
-  m.impl("norm_linear", norm_linear_cuda);
-  m.impl("norm_swiglu", norm_swiglu_cuda);
-  m.impl("linear_residual", linear_residual_cuda);
-  m.impl("norm_gate_linear_residual", norm_gate_linear_residual_cuda);
-}
+TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) { register_decode<Backend>(m); }
 
 }  // namespace gla_ext::cuda

@@ -3,31 +3,66 @@
 // computes.
 #pragma once
 
+#include <torch/library.h>
+
 #include "common/shape.h"
+#include "dispatch/arguments.h"
 
 namespace gla_ext {
 
-void check_norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight,
-                       at::TensorList weights);
-void check_norm_swiglu(const at::Tensor& x, const OptionalTensor& norm_weight,
-                       const at::Tensor& gate_weight, const at::Tensor& up_weight);
-void check_linear_residual(const at::Tensor& x, const at::Tensor& weight,
-                           const at::Tensor& residual);
-void check_norm_gate_linear_residual(const at::Tensor& o, const OptionalTensor& norm_weight,
-                                     const at::Tensor& gate, const at::Tensor& weight,
-                                     const at::Tensor& residual);
+// overlaps: the kernel may start before the one before it on the stream has ended, and read
+// weights; nothing that may still run writes them.
+struct NormLinear {
+  const at::Tensor& x;
+  const OptionalTensor& norm_weight;
+  double eps;
+  at::TensorList weights;
+  bool overlaps;
+};
+struct NormSwiglu {
+  const at::Tensor& x;
+  const OptionalTensor& norm_weight;
+  double eps;
+  const at::Tensor &gate_weight, &up_weight;
+  bool overlaps;
+};
+struct LinearResidual {
+  const at::Tensor &x, &weight, &residual;
+  bool overlaps;
+};
+struct NormGateLinearResidual {
+  const at::Tensor& o;
+  const OptionalTensor& norm_weight;
+  double eps;
+  const at::Tensor &gate, &weight, &residual;
+  bool overlaps;
+};
 
-namespace composed {
+void check(const NormLinear& a);
+void check(const NormSwiglu& a);
+void check(const LinearResidual& a);
+void check(const NormGateLinearResidual& a);
 
-std::vector<at::Tensor> norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight,
-                                    double eps, at::TensorList weights, bool overlaps);
-at::Tensor norm_swiglu(const at::Tensor& x, const OptionalTensor& norm_weight, double eps,
-                       const at::Tensor& gate_weight, const at::Tensor& up_weight, bool overlaps);
-at::Tensor linear_residual(const at::Tensor& x, const at::Tensor& weight,
-                           const at::Tensor& residual, bool overlaps);
-at::Tensor norm_gate_linear_residual(const at::Tensor& o, const OptionalTensor& norm_weight,
-                                     double eps, const at::Tensor& gate, const at::Tensor& weight,
-                                     const at::Tensor& residual, bool overlaps);
+// The arguments were checked.
+std::vector<at::Tensor> composed(const NormLinear& a);
+at::Tensor composed(const NormSwiglu& a);
+at::Tensor composed(const LinearResidual& a);
+at::Tensor composed(const NormGateLinearResidual& a);
 
-}  // namespace composed
+// Registers the operators from a backend, whose `run` takes the arguments of any of them.
+template <class Backend>
+void register_decode(torch::Library& m) {
+  using Tensor = const at::Tensor&;
+  using Optional = const OptionalTensor&;
+  using Maps = std::vector<at::Tensor> (*)(Tensor, Optional, double, at::TensorList, bool);
+  using Swiglu = at::Tensor (*)(Tensor, Optional, double, Tensor, Tensor, bool);
+  using Residual = at::Tensor (*)(Tensor, Tensor, Tensor, bool);
+  using Gated = at::Tensor (*)(Tensor, Optional, double, Tensor, Tensor, Tensor, bool);
+  m.impl("norm_linear", by_arguments<Maps{}, Backend::template run<NormLinear>>);
+  m.impl("norm_swiglu", by_arguments<Swiglu{}, Backend::template run<NormSwiglu>>);
+  m.impl("linear_residual", by_arguments<Residual{}, Backend::template run<LinearResidual>>);
+  m.impl("norm_gate_linear_residual",
+         by_arguments<Gated{}, Backend::template run<NormGateLinearResidual>>);
+}
+
 }  // namespace gla_ext

@@ -35,20 +35,24 @@ double resolve_scale(std::optional<double> scale, int64_t K) {
   return scale.has_value() ? *scale : 1 / std::sqrt(static_cast<double>(K));
 }
 
-void Checker::alike(const NamedTensors& tensors, const NamedTensors& others) const {
-  const auto each = [](const NamedTensors& some, const auto& f) {
-    for (const auto& [name, t] : some)
-      if (t != nullptr) f(name, *t);
+void Checker::placed(const NamedTensors& tensors, const NamedTensors& others) const {
+  const auto each = [&](const auto& f) {
+    for_each_given(tensors, f);
+    for_each_given(others, f);
   };
-  const auto all = [&](const auto& f) { each(tensors, f), each(others, f); };
+  each([&](const char* name, const at::Tensor& t) { defined(name, t); });
+  each([&](const char* name, const at::Tensor& t) { strided(name, t); });
+  each([&](const char* name, const at::Tensor& t) { device(name, t); });
+}
+
+void Checker::alike(const NamedTensors& tensors, const NamedTensors& others) const {
   const at::Tensor& first = *tensors.at(0).second;
-  all([&](const char* name, const at::Tensor& t) { defined(name, t); });
-  all([&](const char* name, const at::Tensor& t) { strided(name, t); });
-  all([&](const char* name, const at::Tensor& t) { device(name, t); });
+  placed(tensors, others);
   floating(first_name_, first);
-  each(tensors,
-       [&](const char* name, const at::Tensor& t) { like_first(name, t, first.scalar_type()); });
-  each(others, [&](const char* name, const at::Tensor& t) { floating(name, t); });
+  for_each_given(tensors, [&](const char* name, const at::Tensor& t) {
+    like_first(name, t, first.scalar_type());
+  });
+  for_each_given(others, [&](const char* name, const at::Tensor& t) { floating(name, t); });
 }
 
 at::Tensor checked_offsets(const char* op, const at::Tensor& cu_seqlens, int64_t T) {

@@ -19,6 +19,13 @@ using NamedTensor = std::pair<const char*, const at::Tensor*>;
 using NamedTensors = std::vector<NamedTensor>;
 inline const at::Tensor* where_given(const OptionalTensor& t) { return given(t) ? &*t : nullptr; }
 
+// f(name, tensor) for those that are there.
+template <typename F>
+void for_each_given(const NamedTensors& tensors, const F& f) {
+  for (const auto& [name, t] : tensors)
+    if (t != nullptr) f(name, *t);
+}
+
 std::string dtype_name(at::ScalarType t);
 
 void check_defined(const char* op, const char* name, const at::Tensor& t);
@@ -34,13 +41,19 @@ inline bool holds(const c10::SymBool& condition) {
   return condition.expect_true(__FILE__, __LINE__);
 }
 
+// [rows, H, K, V] or v first.
+inline Sizes states(const Shape& s, const c10::SymInt& rows, bool v_first) {
+  return {rows, s.H, v_first ? s.V : s.K, v_first ? s.K : s.V};
+}
+
 // The operator's name for the messages and what all tensors must agree with.
 class Checker {
  public:
   Checker(const char* op, const char* first_name, const at::Tensor& first)
-      : op_(op), first_name_(first_name), device_(at::kCPU) {
+      : op_(op), first_name_(first_name) {
     defined(first_name, first);
     device_ = first.device();
+    dtype_ = first.scalar_type();
   }
 
   void defined(const char* name, const at::Tensor& t) const { check_defined(op_, name, t); }
@@ -74,8 +87,21 @@ class Checker {
     dtype(name, t, expected, c10::str(" like ", first_name_).c_str());
   }
 
-  // All are there, strided and on one device. `tensors` have the dtype of the first of them,
-  // `others` any.
+  // There, strided and on the device of the first tensor.
+  void placed(const char* name, const at::Tensor& t) const {
+    defined(name, t);
+    strided(name, t);
+    device(name, t);
+  }
+  void placed(const NamedTensors& tensors, const NamedTensors& others = {}) const;
+
+  // The same, and of its dtype.
+  void like(const char* name, const at::Tensor& t) const {
+    placed(name, t);
+    like_first(name, t, dtype_);
+  }
+
+  // All are placed. `tensors` have the dtype of the first of them, `others` any.
   void alike(const NamedTensors& tensors, const NamedTensors& others = {}) const;
 
   // Gates and pools of states may be of any of the three shorter types beside inputs of those
@@ -112,8 +138,8 @@ class Checker {
   }
 
   void shapes(const NamedTensors& tensors, const char* dims, const Sizes& expected) const {
-    for (const auto& [name, t] : tensors)
-      if (t != nullptr) shape(name, *t, dims, expected);
+    for_each_given(tensors,
+                   [&](const char* name, const at::Tensor& t) { shape(name, t, dims, expected); });
   }
 
   // k, v and gates may have fewer heads than q, each for as many of q's as another.
@@ -130,8 +156,7 @@ class Checker {
 
   // int32 or int64, of one dimension.
   void indices(const char* name, const at::Tensor& t, const char* dims) const {
-    strided(name, t);
-    device(name, t);
+    placed(name, t);
     TORCH_CHECK_TYPE(t.scalar_type() == at::kInt || t.scalar_type() == at::kLong, op_,
                      ": expected ", name, " to be torch.int32 or torch.int64, got ",
                      dtype_name(t.scalar_type()));
@@ -150,8 +175,7 @@ class Checker {
   void has_initial_state(const OptionalTensor& t, const char* dims, const c10::SymInt& N) const {
     const char* name = "has_initial_state";
     if (!given(t)) return;
-    strided(name, *t);
-    device(name, *t);
+    placed(name, *t);
     dtype(name, *t, at::kBool, "");
     shape(name, *t, dims, {N});
   }
@@ -178,18 +202,24 @@ class Checker {
 
   void state(const char* name, const OptionalTensor& t, const Shape& shape, bool v_first) const {
     if (!given(t)) return;
-    strided(name, *t);
-    device(name, *t);
+    placed(name, *t);
     dtype(name, *t, shape.accumulate, "");
-    if (v_first)
-      this->shape(name, *t, "[N, H, V, K]", {shape.N, shape.H, shape.V, shape.K});
-    else
-      this->shape(name, *t, "[N, H, K, V]", {shape.N, shape.H, shape.K, shape.V});
+    this->shape(name, *t, v_first ? "[N, H, V, K]" : "[N, H, K, V]",
+                states(shape, shape.N, v_first));
+  }
+
+  // A pool of states, of fp32 inputs and shorter ones in any of these three.
+  void pool(const char* name, const at::Tensor& t, const Shape& shape, const c10::SymInt& rows,
+            const char* dims, bool v_first) const {
+    placed(name, t);
+    gate_dtype(name, t, shape.accumulate == at::kDouble);
+    this->shape(name, t, dims, states(shape, rows, v_first));
   }
 
  private:
   const char *op_, *first_name_;
-  at::Device device_;
+  at::Device device_ = at::kCPU;
+  at::ScalarType dtype_ = at::kFloat;
 };
 
 }  // namespace gla_ext

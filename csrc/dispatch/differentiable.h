@@ -5,7 +5,8 @@
 //
 //   struct Swiglu {
 //     static constexpr const char *fwd = "swiglu_fwd", *bwd = "swiglu_bwd";  // schemas
-//     // Saves what backward reads. Returns how many outputs, the first ones, have a gradient.
+//     // Saves what backward reads. Returns how many outputs, the first ones, have a gradient. It
+//     // may take the arguments as one struct.
 //     static size_t setup_context(AutogradContext* ctx, const variable_list& outputs,
 //                                 const at::Tensor& gate, const at::Tensor& up) {
 //       ctx->save_for_backward({gate, up});
@@ -40,6 +41,11 @@ inline void save(AutogradContext* ctx, std::initializer_list<OptionalTensor> ten
   variable_list saved;
   for (const OptionalTensor& t : tensors) saved.push_back(or_undefined(t));
   ctx->save_for_backward(std::move(saved));
+}
+
+// The gradient of an argument that may have been absent.
+inline at::Tensor grad_of(const at::Tensor& argument, const at::Tensor& grad) {
+  return argument.defined() ? grad : at::Tensor();
 }
 
 // An operator's result as a list, and back.
@@ -94,11 +100,19 @@ struct Differentiable<call, Gradient> {
     // a node that has marked outputs as non-differentiable.
     static variable_list forward(AutogradContext* ctx, Args... args, variable_list* rest) {
       variable_list outputs = to_list(below_autograd<call>(args...));
-      const size_t differentiable = Gradient::setup_context(ctx, outputs, args...);
+      const size_t differentiable = set_up(ctx, outputs, args...);
       ctx->set_materialize_grads(false);
       rest->assign(outputs.begin() + differentiable, outputs.end());
       outputs.resize(differentiable);
       return outputs;
+    }
+
+    static size_t set_up(AutogradContext* ctx, const variable_list& outputs, Args... args) {
+      using Setup = decltype(Gradient::setup_context);
+      if constexpr (std::is_invocable_v<Setup, AutogradContext*, const variable_list&, Args...>)
+        return Gradient::setup_context(ctx, outputs, args...);
+      else
+        return Gradient::setup_context(ctx, outputs, {args...});
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

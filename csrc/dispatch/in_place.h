@@ -55,12 +55,13 @@ struct InPlace;
 
 template <typename Result, typename... Args, Result (*call)(Args...)>
 struct InPlace<call> {
+  static constexpr bool writes = (std::is_same_v<Args, at::Tensor&> || ...);
+
   template <const Refusal& refusal>
   static Result refuse(Args... args) {
     refuse_transforms(refusal.op);
     (refuse_gradient_of(refusal, args), ...);
     // What writes goes to run_and_tell next.
-    constexpr bool writes = (std::is_same_v<Args, at::Tensor&> || ...);
     std::conditional_t<writes, at::AutoDispatchBelowAutograd, at::AutoDispatchBelowADInplaceOrView>
         below;
     return call(args...);
@@ -81,5 +82,14 @@ struct InPlace<call> {
     }
   }
 };
+
+// Registers them.
+template <auto call, const Refusal& refusal>
+void in_place(torch::Library& m, const char* name) {
+  using c10::DispatchKey;
+  m.impl(name, torch::dispatch(DispatchKey::Autograd, &InPlace<call>::template refuse<refusal>));
+  if constexpr (InPlace<call>::writes)
+    m.impl(name, torch::dispatch(DispatchKey::ADInplaceOrView, &InPlace<call>::run_and_tell));
+}
 
 }  // namespace gla_ext

@@ -2,14 +2,6 @@
 
 namespace gla_ext {
 
-void check_like(const Checker& check, const char* name, const at::Tensor& t,
-                const at::Tensor& first) {
-  check.defined(name, t);
-  check.strided(name, t);
-  check.device(name, t);
-  check.like_first(name, t, first.scalar_type());
-}
-
 void check_first(const char* op, const Checker& check, const char* name, const at::Tensor& t,
                  int64_t rank, const char* dims) {
   check.strided(name, t);
@@ -20,8 +12,8 @@ void check_first(const char* op, const Checker& check, const char* name, const a
 }
 
 c10::SymInt check_map(const Checker& check, const char* name, const at::Tensor& weight,
-                      const at::Tensor& first, const c10::SymInt& D) {
-  check_like(check, name, weight, first);
+                      const c10::SymInt& D) {
+  check.like(name, weight);
   check.rank(name, weight, 2, "[N, D]");
   check.shape(name, weight, "[N, D]", {weight.sym_size(0), D});
   check.at_least_one("the first dimension", name, weight.sym_size(0));
@@ -31,8 +23,7 @@ c10::SymInt check_map(const Checker& check, const char* name, const at::Tensor& 
 void check_norm_weight(const Checker& check, const OptionalTensor& weight, const c10::SymInt& size,
                        const char* dims) {
   if (!given(weight)) return;
-  check.strided("norm_weight", *weight);
-  check.device("norm_weight", *weight);
+  check.placed("norm_weight", *weight);
   check.floating("norm_weight", *weight);
   check.shape("norm_weight", *weight, dims, {size});
 }
@@ -46,9 +37,9 @@ Sizes check_norm_gate_map(const char* op, const at::Tensor& o, const OptionalTen
   Sizes sizes = o.sym_sizes().vec();
   sizes.pop_back();
   sizes.back() = D;
-  check_like(check, "gate", gate, o);
+  check.like("gate", gate);
   check.shape("gate", gate, "[..., H * V]", sizes);
-  sizes.back() = check_map(check, "weight", weight, o, D);
+  sizes.back() = check_map(check, "weight", weight, D);
   return sizes;
 }
 

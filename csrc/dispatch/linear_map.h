@@ -5,17 +5,13 @@
 
 namespace gla_ext {
 
-// A tensor of the first one's device and dtype.
-void check_like(const Checker& check, const char* name, const at::Tensor& t,
-                const at::Tensor& first);
-
 // The first tensor, of `rank` dimensions or more.
 void check_first(const char* op, const Checker& check, const char* name, const at::Tensor& t,
                  int64_t rank, const char* dims);
 
 // A weight [N, D] of the first one's device and dtype. Returns N.
 c10::SymInt check_map(const Checker& check, const char* name, const at::Tensor& weight,
-                      const at::Tensor& first, const c10::SymInt& D);
+                      const c10::SymInt& D);
 
 void check_norm_weight(const Checker& check, const OptionalTensor& weight, const c10::SymInt& size,
                        const char* dims);

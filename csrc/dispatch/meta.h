@@ -32,4 +32,10 @@ inline at::Tensor boundary_state(const Shape& s, const at::Tensor& like, bool v_
                  : empty({s.N, s.H, s.K, s.V}, like, s.accumulate);
 }
 
+// The same, or nothing.
+inline at::Tensor boundary_state_if(bool asked_for, const Shape& s, const at::Tensor& like,
+                                    bool v_first) {
+  return asked_for ? boundary_state(s, like, v_first) : empty({0}, like, s.accumulate);
+}
+
 }  // namespace gla_ext

@@ -60,9 +60,7 @@ bool may_overlap(const at::Tensor& first, const at::Tensor& second) {
 
 void check_out(const Checker& check, const at::Tensor& out, at::ScalarType dtype, const char* dims,
                const Sizes& sizes) {
-  check.defined("out", out);
-  check.strided("out", out);
-  check.device("out", out);
+  check.placed("out", out);
   check.like_first("out", out, dtype);
   check.shape("out", out, dims, sizes);
 }

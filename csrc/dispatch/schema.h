@@ -13,10 +13,6 @@ namespace gla_ext {
 //   user_name  what messages call it. Default: its name without "_fwd".
 void define(torch::Library& m, const std::string& schema, const char* user_name = nullptr);
 
-// The same of an operator that is made of others, below autograd alike on every device.
-template <typename Kernel>
-void define_composite(torch::Library& m, const std::string& schema, Kernel* kernel);
-
 // Defines both forms of an operator that returns one tensor: `name` returns it, `name.out` takes it
 // as `out`, of the alias set `alias`.
 void define_with_out(torch::Library& m, const std::string& name, const std::string& arguments,
@@ -31,6 +27,7 @@ std::string public_name(const std::string& schema_name);
 // m.def with the tags of all operators. Returns the name.
 std::string define_schema(torch::Library& m, const std::string& schema);
 
+// Defines an operator that is made of others, below autograd alike on every device.
 template <typename Kernel>
 void define_composite(torch::Library& m, const std::string& schema, Kernel* kernel) {
   const std::string name = define_schema(m, schema);

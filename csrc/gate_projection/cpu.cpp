@@ -11,7 +11,6 @@
 #include "cpu/kernel_tables.h"
 #include "cpu_kernels.h"
 #include "op.h"
-#include "ops.h"
 
 namespace gla_ext::cpu {
 namespace {
@@ -22,21 +21,22 @@ constexpr int64_t kElementsPerTask = 16384, kMostTasks = 64;
 template <typename T>
 class GateProjectionTasks {
  public:
-  GateProjectionTasks(const at::Tensor& h, const at::Tensor& weight, const OptionalTensor& bias,
-                      double normalizer, std::optional<double> clamp_min)
-      : h_(lay_out_rows({h})), options_(h.options().dtype(c10::CppTypeToScalarType<T>::value)) {
-    p.rows = h_.rows, p.rank = h_.width, p.width = weight.size(0);
+  // Of either pass.
+  template <class Arguments>
+  explicit GateProjectionTasks(const Arguments& a)
+      : h_(lay_out_rows({a.h})), options_(a.h.options().dtype(c10::CppTypeToScalarType<T>::value)) {
+    p.rows = h_.rows, p.rank = h_.width, p.width = a.weight.size(0);
     const int64_t fewest = (kElementsPerTask + p.width - 1) / p.width;
     p.rows_per_task = std::max<int64_t>(fewest, (p.rows + kMostTasks - 1) / kMostTasks);
-    p.dtype = dtype_of(h.scalar_type());
-    p.per_normalizer = static_cast<T>(1 / normalizer);
-    p.clamp_min = static_cast<T>(clamp_min.value_or(-std::numeric_limits<T>::infinity()));
+    p.dtype = dtype_of(a.h.scalar_type());
+    p.per_normalizer = static_cast<T>(1 / a.normalizer);
+    p.clamp_min = static_cast<T>(a.clamp_min.value_or(-std::numeric_limits<T>::infinity()));
     if (p.rows > 0) p.h = h_.input(0);
     p.h_inner_rows = h_.inner_rows;
     weight_ = at::zeros({p.rank, padded_width()}, options_);
-    weight_.narrow(1, 0, p.width).copy_(weight.t());
+    weight_.narrow(1, 0, p.width).copy_(a.weight.t());
     bias_ = at::zeros({padded_width()}, options_);
-    if (given(bias)) bias_.narrow(0, 0, p.width).copy_(*bias);
+    if (given(a.bias)) bias_.narrow(0, 0, p.width).copy_(*a.bias);
     p.weight = weight_.const_data_ptr<T>();
     p.bias = bias_.const_data_ptr<T>();
   }
@@ -68,7 +68,7 @@ class GateProjectionTasks {
 
   int64_t padded_width() const { return padded(p.width); }
   int64_t tasks() const { return (p.rows + p.rows_per_task - 1) / p.rows_per_task; }
-  void run(typename GateProjectionKernels<T>::Task GateProjectionKernels<T>::* task) const {
+  void run(typename GateProjectionKernels<T>::Task GateProjectionKernels<T>::*task) const {
     const auto& kernels = KernelTables<GateProjectionKernels<T>>::in_use();
     for_each_task<T>(tasks(), kernels.workspace_size(p.rank, p.width),
                      [&](T* workspace, int64_t i) { (kernels.*task)(p, workspace, i); });
@@ -79,42 +79,32 @@ class GateProjectionTasks {
   at::Tensor weight_, bias_;
 };
 
-at::Tensor gate_projection_fwd_cpu(const at::Tensor& h, const at::Tensor& weight,
-                                   const OptionalTensor& bias, double normalizer,
-                                   std::optional<double> clamp_min) {
-  check_gate_projection_fwd(h, weight, bias, normalizer);
-  auto sizes = h.sizes().vec();
-  sizes.back() = weight.size(0);
-  at::Tensor g = at::empty(sizes, h.options());
-  with_accumulate(h.scalar_type(), [&](auto type) {
-    GateProjectionTasks<decltype(type)>(h, weight, bias, normalizer, clamp_min).forward(g);
-  });
+at::Tensor forward(const GateForward& a) {
+  check_gate_projection(a);
+  auto sizes = a.h.sizes().vec();
+  sizes.back() = a.weight.size(0);
+  at::Tensor g = at::empty(sizes, a.h.options());
+  with_accumulate(a.h.scalar_type(),
+                  [&](auto type) { GateProjectionTasks<decltype(type)>(a).forward(g); });
   return g;
 }
 
-GateProjectionBackwardOutputs gate_projection_bwd_cpu(const at::Tensor& dg, const at::Tensor& h,
-                                                      const at::Tensor& weight,
-                                                      const OptionalTensor& bias, double normalizer,
-                                                      std::optional<double> clamp_min) {
-  check_gate_projection_bwd(dg, h, weight, bias, normalizer);
-  at::Tensor dh = at::empty(h.sizes(), h.options());
-  const at::Tensor sums = with_accumulate(h.scalar_type(), [&](auto type) {
-    return GateProjectionTasks<decltype(type)>(h, weight, bias, normalizer, clamp_min)
-        .backward(dg, dh);
+GateProjectionBackwardOutputs backward(const GateBackward& a) {
+  check_gate_projection(a);
+  at::Tensor dh = at::empty(a.h.sizes(), a.h.options());
+  const at::Tensor sums = with_accumulate(a.h.scalar_type(), [&](auto type) {
+    return GateProjectionTasks<decltype(type)>(a).backward(a.dg, dh);
   });
-  const int64_t R = h.size(-1);
-  at::Tensor dweight = at::empty(weight.sizes(), weight.options());
+  const int64_t R = a.h.size(-1);
+  at::Tensor dweight = at::empty(a.weight.sizes(), a.weight.options());
   dweight.copy_(sums.narrow(0, 0, R).t());
-  at::Tensor dbias = at::empty({given(bias) ? weight.size(0) : 0}, weight.options());
-  if (given(bias)) dbias.copy_(sums.select(0, R));
+  at::Tensor dbias = at::empty({given(a.bias) ? a.weight.size(0) : 0}, a.weight.options());
+  if (given(a.bias)) dbias.copy_(sums.select(0, R));
   return {dh, dweight, dbias};
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
-  m.impl("gate_projection_fwd", gate_projection_fwd_cpu);
-  m.impl("gate_projection_bwd", gate_projection_bwd_cpu);
-}
+TORCH_LIBRARY_IMPL(gla_ext, CPU, m) { register_gate_projection<forward, backward>(m); }
 
 }  // namespace gla_ext::cpu

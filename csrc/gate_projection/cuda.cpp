@@ -1,22 +1,17 @@
 // The gate's projection on CUDA: check, allocate, launch; calls that the kernels do not serve are
 // composed of torch's operations.
 #include <ATen/OpMathType.h>
-#include <ATen/cuda/CUDAContext.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/log_sigmoid.h>
 #include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
 #include <cmath>
 #include <limits>
 
-#include "cuda/host/tensors.h"
+#include "cuda/host/launch.h"
 #include "cuda_kernels.h"
 #include "op.h"
-#include "ops.h"
 
 namespace gla_ext::cuda {
 namespace {
@@ -38,29 +33,24 @@ float clamped_below(double normalizer, std::optional<double> clamp_min) {
   return static_cast<float>(log_p - std::log(-std::expm1(log_p)));
 }
 
-// One call on the device and the current stream of its tensors. Holds the copies that some inputs
-// need.
-class GateProjectionLaunch {
+class GateProjectionLaunch : Launch {
  public:
-  GateProjectionLaunch(const char* op, const at::Tensor& h, const at::Tensor& weight,
-                       const OptionalTensor& bias, double normalizer,
-                       std::optional<double> clamp_min)
-      : guard_(h.device()),
-        stream_(c10::cuda::getCurrentCUDAStream(h.device().index())),
-        h_(as_matrix(h)),
-        weight_(weight.contiguous()) {
-    check_gpu(op, h.device());
-    p.rows = h_.size(0), p.rank = static_cast<int>(h_.size(1)), p.width = weight.size(0);
-    p.dtype = dtype_of(h.scalar_type());
-    p.per_normalizer = static_cast<float>(1 / normalizer);
-    p.clamp_min = clamp_min.has_value() ? static_cast<float>(*clamp_min)
-                                        : -std::numeric_limits<float>::infinity();
-    p.clamp_z = clamped_below(normalizer, clamp_min);
+  // Of either pass.
+  template <class Arguments>
+  GateProjectionLaunch(const char* op, const Arguments& a)
+      : Launch(a.h.device()), h_(as_matrix(a.h)), weight_(a.weight.contiguous()) {
+    check_gpu(op, a.h.device());
+    p.rows = h_.size(0), p.rank = static_cast<int>(h_.size(1)), p.width = a.weight.size(0);
+    p.dtype = dtype_of(a.h.scalar_type());
+    p.per_normalizer = static_cast<float>(1 / a.normalizer);
+    p.clamp_min = a.clamp_min.has_value() ? static_cast<float>(*a.clamp_min)
+                                          : -std::numeric_limits<float>::infinity();
+    p.clamp_z = clamped_below(a.normalizer, a.clamp_min);
     p.h = h_.const_data_ptr();
     p.h_stride = static_cast<int32_t>(h_.stride(0));
     p.weight = weight_.const_data_ptr();
-    if (given(bias)) {
-      bias_ = bias->contiguous();
+    if (given(a.bias)) {
+      bias_ = a.bias->contiguous();
       p.bias = bias_.const_data_ptr();
     }
     p.aligned = p.rank == kMostGateRank && p.width % 8 == 0 && p.h_stride % 2 == 0 &&
@@ -71,8 +61,7 @@ class GateProjectionLaunch {
 
   void forward(const at::Tensor& g) {
     p.g = g.mutable_data_ptr();
-    gate_projection_forward(p, multiprocessors_of(h_.device()), stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(gate_projection_forward, p, multiprocessors());
   }
 
   void backward(const at::Tensor& dg, const at::Tensor& dh, const at::Tensor& dweight,
@@ -84,7 +73,7 @@ class GateProjectionLaunch {
     p.dh = dh.mutable_data_ptr();
     p.dweight = dweight.mutable_data_ptr();
     if (p.bias != nullptr) p.dbias = dbias.mutable_data_ptr();
-    p.streams = gate_projection_streams(p, multiprocessors_of(h_.device()));
+    p.streams = gate_projection_streams(p, multiprocessors());
     const auto options = h_.options().dtype(at::kFloat);
     const at::Tensor parts = at::empty({p.streams, p.width * (p.rank + 1)}, options);
     p.parts = parts.mutable_data_ptr<float>();
@@ -94,8 +83,7 @@ class GateProjectionLaunch {
       dh_parts = at::empty({blocks, p.rows, p.rank}, options);
       p.dh_parts = dh_parts.mutable_data_ptr<float>();
     }
-    gate_projection_backward(p, stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(gate_projection_backward, p);
   }
 
  private:
@@ -103,8 +91,6 @@ class GateProjectionLaunch {
     return reinterpret_cast<uintptr_t>(data) % 4 == 0;
   }
 
-  c10::cuda::CUDAGuard guard_;
-  c10::cuda::CUDAStream stream_;
   at::Tensor h_, weight_, bias_, dg_;
 };
 
@@ -114,65 +100,56 @@ bool has_kernel(const at::Tensor& h, const at::Tensor& weight) {
          weight.size(0) <= kMostGateRows;
 }
 
-at::Tensor composed_fwd(const at::Tensor& h, const at::Tensor& weight, const OptionalTensor& bias,
-                        double normalizer, std::optional<double> clamp_min) {
+at::Tensor composed_fwd(const GateForward& a) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const at::Tensor z = at::linear(h, weight, bias).to(at::toOpMathType(h.scalar_type()));
-  at::Tensor g = at::log_sigmoid(z).div_(normalizer);
-  if (clamp_min.has_value()) g = g.clamp_min_(*clamp_min);
-  return g.to(h.scalar_type());
+  const auto dtype = a.h.scalar_type();
+  const at::Tensor z = at::linear(a.h, a.weight, a.bias).to(at::toOpMathType(dtype));
+  at::Tensor g = at::log_sigmoid(z).div_(a.normalizer);
+  if (a.clamp_min.has_value()) g = g.clamp_min_(*a.clamp_min);
+  return g.to(dtype);
 }
 
-GateProjectionBackwardOutputs composed_bwd(const at::Tensor& dg, const at::Tensor& h,
-                                           const at::Tensor& weight, const OptionalTensor& bias,
-                                           double normalizer, std::optional<double> clamp_min) {
+GateProjectionBackwardOutputs composed_bwd(const GateBackward& a) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const at::Tensor rows = as_matrix(h);
-  const at::Tensor z = at::linear(rows, weight, bias).to(at::toOpMathType(h.scalar_type()));
-  const at::Tensor d = z.neg().sigmoid_().div_(normalizer);
-  if (clamp_min.has_value()) d.masked_fill_(at::log_sigmoid(z).div_(normalizer).lt(*clamp_min), 0);
-  const at::Tensor dz = d.mul_(dg.reshape(d.sizes())).to(h.scalar_type());
-  const at::Tensor dbias = given(bias) ? dz.sum(0) : at::empty({0}, weight.options());
-  return {dz.mm(weight).reshape(h.sizes()), dz.t().mm(rows), dbias};
+  const auto dtype = a.h.scalar_type();
+  const at::Tensor rows = as_matrix(a.h);
+  const at::Tensor z = at::linear(rows, a.weight, a.bias).to(at::toOpMathType(dtype));
+  const at::Tensor d = z.neg().sigmoid_().div_(a.normalizer);
+  if (a.clamp_min.has_value())
+    d.masked_fill_(at::log_sigmoid(z).div_(a.normalizer).lt(*a.clamp_min), 0);
+  const at::Tensor dz = d.mul_(a.dg.reshape(d.sizes())).to(dtype);
+  const at::Tensor dbias = given(a.bias) ? dz.sum(0) : at::empty({0}, a.weight.options());
+  return {dz.mm(a.weight).reshape(a.h.sizes()), dz.t().mm(rows), dbias};
 }
 
-at::Tensor gate_projection_fwd_cuda(const at::Tensor& h, const at::Tensor& weight,
-                                    const OptionalTensor& bias, double normalizer,
-                                    std::optional<double> clamp_min) {
-  check_gate_projection_fwd(h, weight, bias, normalizer);
-  if (!has_kernel(h, weight)) return composed_fwd(h, weight, bias, normalizer, clamp_min);
-  GateProjectionLaunch launch("gate_projection", h, weight, bias, normalizer, clamp_min);
-  auto sizes = h.sizes().vec();
-  sizes.back() = weight.size(0);
-  at::Tensor g = at::empty(sizes, h.options());
+at::Tensor forward(const GateForward& a) {
+  check_gate_projection(a);
+  if (!has_kernel(a.h, a.weight)) return composed_fwd(a);
+  GateProjectionLaunch launch("gate_projection", a);
+  auto sizes = a.h.sizes().vec();
+  sizes.back() = a.weight.size(0);
+  at::Tensor g = at::empty(sizes, a.h.options());
   if (g.numel() > 0) launch.forward(g);
   return g;
 }
 
-GateProjectionBackwardOutputs gate_projection_bwd_cuda(const at::Tensor& dg, const at::Tensor& h,
-                                                       const at::Tensor& weight,
-                                                       const OptionalTensor& bias,
-                                                       double normalizer,
-                                                       std::optional<double> clamp_min) {
-  check_gate_projection_bwd(dg, h, weight, bias, normalizer);
-  if (!has_kernel(h, weight)) return composed_bwd(dg, h, weight, bias, normalizer, clamp_min);
-  GateProjectionLaunch launch("gate_projection_bwd", h, weight, bias, normalizer, clamp_min);
-  const int64_t of_bias = given(bias) ? weight.size(0) : 0;
-  at::Tensor dh = at::empty(h.sizes(), h.options());
-  if (h.numel() == 0)
-    return {dh, at::zeros(weight.sizes(), weight.options()),
-            at::zeros({of_bias}, weight.options())};
-  at::Tensor dweight = at::empty(weight.sizes(), weight.options());
-  at::Tensor dbias = at::empty({of_bias}, weight.options());
-  launch.backward(dg, dh, dweight, dbias);
+GateProjectionBackwardOutputs backward(const GateBackward& a) {
+  check_gate_projection(a);
+  if (!has_kernel(a.h, a.weight)) return composed_bwd(a);
+  GateProjectionLaunch launch("gate_projection_bwd", a);
+  const auto options = a.weight.options();
+  const int64_t of_bias = given(a.bias) ? a.weight.size(0) : 0;
+  at::Tensor dh = at::empty(a.h.sizes(), a.h.options());
+  if (a.h.numel() == 0)
+    return {dh, at::zeros(a.weight.sizes(), options), at::zeros({of_bias}, options)};
+  at::Tensor dweight = at::empty(a.weight.sizes(), options);
+  at::Tensor dbias = at::empty({of_bias}, options);
+  launch.backward(a.dg, dh, dweight, dbias);
   return {dh, dweight, dbias};
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
-  m.impl("gate_projection_fwd", gate_projection_fwd_cuda);
-  m.impl("gate_projection_bwd", gate_projection_bwd_cuda);
-}
+TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) { register_gate_projection<forward, backward>(m); }
 
 }  // namespace gla_ext::cuda

@@ -1,14 +1,36 @@
 // What the gate's projection takes, for every backend and for tracing.
 #pragma once
 
+#include <torch/library.h>
+
 #include "common/shape.h"
+#include "dispatch/arguments.h"
+#include "ops.h"
 
 namespace gla_ext {
 
-void check_gate_projection_fwd(const at::Tensor& h, const at::Tensor& weight,
-                               const OptionalTensor& bias, double normalizer);
+// The arguments, as ops.h describes them.
+struct GateForward {
+  const at::Tensor &h, &weight;
+  const OptionalTensor& bias;
+  double normalizer;
+  std::optional<double> clamp_min;
+};
+struct GateBackward {
+  const at::Tensor &dg, &h, &weight;
+  const OptionalTensor& bias;
+  double normalizer;
+  std::optional<double> clamp_min;
+};
 
-void check_gate_projection_bwd(const at::Tensor& dg, const at::Tensor& h, const at::Tensor& weight,
-                               const OptionalTensor& bias, double normalizer);
+void check_gate_projection(const GateForward& a);
+void check_gate_projection(const GateBackward& a);
+
+// Registers the operators from a backend's kernels.
+template <auto forward, auto backward>
+void register_gate_projection(torch::Library& m) {
+  m.impl("gate_projection_fwd", by_arguments<gate_projection_fwd, forward>);
+  m.impl("gate_projection_bwd", by_arguments<gate_projection_bwd, backward>);
+}
 
 }  // namespace gla_ext

@@ -1,6 +1,4 @@
 // The recurrent operators on CPU: over sequences, and on a pool of states.
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 
 #include "common/groups.h"
@@ -9,14 +7,9 @@
 #include "cpu/host/pool_rows.h"
 #include "cpu_kernels.h"
 #include "op.h"
-#include "ops.h"
 
 namespace gla_ext::cpu {
 namespace {
-
-at::Tensor not_asked_for(const at::Tensor& like, at::ScalarType dtype) {
-  return at::empty({0}, like.options().dtype(dtype));
-}
 
 // Every sequence and head, between h0 and ht, dht and dh0.
 template <typename T>
@@ -46,58 +39,35 @@ void run(const Call<T>& call, const std::vector<Run<T>>& runs, bool backward) {
                    [&](T* workspace, int64_t i) { task(p, workspace, runs[i]); });
 }
 
-RecurrentForwardOutputs recurrent_gla_fwd_cpu(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
-    const OptionalTensor& gv, const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
-    std::optional<double> scale, bool output_final_state, bool reverse, bool state_v_first) {
-  const Shape shape =
-      check_recurrent_fwd(q, k, v, gk, gv, initial_state, cu_seqlens, state_v_first);
-  return with_call(
-      "fused_recurrent_gla", shape, cu_seqlens, scale, [&](auto& call) -> RecurrentForwardOutputs {
-        using T = typename std::remove_reference_t<decltype(call)>::Accumulate;
-        using P = Problem<T>;
-        call.problem.state_v_first = state_v_first;
-        call.problem.reverse = reverse;
-        call.inputs({{&P::q, q}, {&P::k, k}, {&P::v, v}});
-        call.gates(gk, gv);
-        call.input_state(&P::h0, initial_state);
-        at::Tensor o = call.output(&P::o, call.problem.V, v, v.scalar_type());
-        at::Tensor final_state =
-            output_final_state ? call.output_state(&P::ht, q) : not_asked_for(q, shape.accumulate);
-        run(call, sequence_runs(call), /*backward=*/false);
-        return {o, final_state};
-      });
+RecurrentForwardOutputs recurrent_gla_fwd_cpu(const RecurrentForwardArguments& a) {
+  const auto forward = [&](auto& call) -> RecurrentForwardOutputs {
+    using P = ProblemOf<decltype(call)>;
+    call.problem.state_v_first = a.state_v_first;
+    call.problem.reverse = a.reverse;
+    call.tokens_of(&a.q, a.k, a.v, a.gk, a.gv);
+    call.input_state(&P::h0, a.initial_state);
+    at::Tensor o = call.output(&P::o, call.problem.V, a.v, a.v.scalar_type());
+    at::Tensor final_state = call.output_state(&P::ht, a.q, a.output_final_state);
+    run(call, sequence_runs(call), /*backward=*/false);
+    return {o, final_state};
+  };
+  return with_call("fused_recurrent_gla", check_recurrent_fwd(a), a.cu_seqlens, a.scale, forward);
 }
 
-BackwardOutputs recurrent_gla_bwd_cpu(const at::Tensor& d_o, const OptionalTensor& dht,
-                                      const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                      const OptionalTensor& gk, const OptionalTensor& gv,
-                                      const OptionalTensor& initial_state,
-                                      const OptionalTensor& cu_seqlens, std::optional<double> scale,
-                                      bool reverse, bool state_v_first) {
-  const Shape shape =
-      check_recurrent_bwd(d_o, dht, q, k, v, gk, gv, initial_state, cu_seqlens, state_v_first);
-  return with_call(
-      "recurrent_gla_bwd", shape, cu_seqlens, scale, [&](auto& call) -> BackwardOutputs {
-        using T = typename std::remove_reference_t<decltype(call)>::Accumulate;
-        using P = Problem<T>;
-        auto& p = call.problem;
-        p.state_v_first = state_v_first;
-        p.reverse = reverse;
-        call.inputs({{&P::q, q}, {&P::k, k}, {&P::v, v}, {&P::d_o, d_o}});
-        call.gates(gk, gv);
-        call.input_state(&P::h0, initial_state);
-        call.input_state(&P::dht, dht);
-        at::Tensor dq = call.output(&P::dq, p.K, q, q.scalar_type());
-        at::Tensor dk = call.output(&P::dk, p.K, k, k.scalar_type());
-        at::Tensor dv = call.output(&P::dv, p.V, v, v.scalar_type());
-        at::Tensor dgk = call.gate_grad(&P::dg, p.K, gk, q);
-        at::Tensor dgv = call.gate_grad(&P::dgv, p.V, gv, q);
-        at::Tensor dh0 = given(initial_state) ? call.output_state(&P::dh0, q)
-                                              : not_asked_for(q, shape.accumulate);
-        run(call, sequence_runs(call), /*backward=*/true);
-        return with_shared_heads({dq, dk, dv, sum_over_channels(dgk, gk), dgv, dh0}, k.size(2));
-      });
+BackwardOutputs recurrent_gla_bwd_cpu(const RecurrentBackwardArguments& a) {
+  const auto backward = [&](auto& call) -> BackwardOutputs {
+    using P = ProblemOf<decltype(call)>;
+    call.problem.state_v_first = a.state_v_first;
+    call.problem.reverse = a.reverse;
+    call.tokens_of(&a.q, a.k, a.v, a.gk, a.gv);
+    call.inputs({{&P::d_o, a.d_o}});
+    call.input_state(&P::h0, a.initial_state);
+    call.input_state(&P::dht, a.dht);
+    auto [dq, dk, dv, dgk, dgv, dh0] = call.gradients(a.q, a.k, a.v, a.gk, a.gv, a.initial_state);
+    run(call, sequence_runs(call), /*backward=*/true);
+    return with_shared_heads({dq, dk, dv, sum_over_channels(dgk, a.gk), dgv, dh0}, a.k.size(2));
+  };
+  return with_call("recurrent_gla_bwd", check_recurrent_bwd(a), a.cu_seqlens, a.scale, backward);
 }
 
 // The heads of each sequence whose slot is in the pool. The others get o = 0.
@@ -135,20 +105,17 @@ std::vector<Run<T>> pool_runs(const Call<T>& call, const PoolInputs& pool, bool 
   return runs;
 }
 
-at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
-                       std::optional<double> scale, bool write) {
+at::Tensor run_on_pool(const TokenInputs& in, const PoolInputs& pool, std::optional<double> scale,
+                       bool write) {
   const Shape shape = check_pool(in, pool);
   check_layouts(in, pool, write);
   const OptionalTensor cu_seqlens = pool.cu_seqlens != nullptr ? *pool.cu_seqlens : std::nullopt;
   return with_call(in.op, shape, cu_seqlens, scale, [&](auto& call) {
-    using T = typename std::remove_reference_t<decltype(call)>::Accumulate;
-    using P = Problem<T>;
+    using P = ProblemOf<decltype(call)>;
     call.problem.state_v_first = pool.state_v_first;
-    call.inputs({{&P::k, *in.k}, {&P::v, *in.v}});
-    call.gates(*in.gk, *in.gv);
+    call.tokens_of(in.q, *in.k, *in.v, *in.gk, *in.gv);
     at::Tensor o;
     if (in.q != nullptr) {
-      call.inputs({{&P::q, *in.q}});
       if (pool.out != nullptr)
         call.output_into(&P::o, o = *pool.out);
       else
@@ -162,8 +129,8 @@ at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
-  m.impl("recurrent_gla_fwd", recurrent_gla_fwd_cpu);
-  m.impl("recurrent_gla_bwd", recurrent_gla_bwd_cpu);
+  m.impl("recurrent_gla_fwd", by_arguments<recurrent_gla_fwd, recurrent_gla_fwd_cpu>);
+  m.impl("recurrent_gla_bwd", by_arguments<recurrent_gla_bwd, recurrent_gla_bwd_cpu>);
   RecurrentOnPool<run_on_pool>::register_in(m);
 }
 

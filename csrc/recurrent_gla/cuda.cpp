@@ -1,20 +1,14 @@
 // The recurrent operators on CUDA, over sequences and on a pool of states: check, allocate, launch.
-#include <ATen/cuda/CUDAContext.h>
-#include <ATen/ops/empty.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-
 #include <limits>
 #include <vector>
 
 #include "common/groups.h"
 #include "common/head_gates.h"
-#include "cuda/host/tensors.h"
+#include "cuda/host/launch.h"
 #include "cuda_pool.h"
 #include "dispatch/output.h"
 #include "low_rank_step.h"
 #include "op.h"
-#include "ops.h"
 
 namespace gla_ext::cuda {
 namespace {
@@ -41,16 +35,11 @@ void use_pool(Recurrence& p, const at::Tensor& state, bool write) {
 
 namespace {
 
-// One call on the device and the current stream of its tensors. Holds the copies that some inputs
-// need.
-class RecurrentCall {
+class RecurrentCall : Launch {
  public:
   RecurrentCall(const char* op, const Shape& shape, const at::Tensor& like,
                 std::optional<double> scale)
-      : guard_(like.device()),
-        stream_(c10::cuda::getCurrentCUDAStream(like.device().index())),
-        options_(like.options()),
-        op_(op) {
+      : Launch(like.device()), options_(like.options()), op_(op) {
     check_supported(op, shape, like.device());
     p.B = shape.B.expect_int();
     p.T = shape.T.expect_int();
@@ -65,7 +54,7 @@ class RecurrentCall {
   Recurrence p;
 
   void input(Rows& rows, const at::Tensor& t) {
-    rows = rows_of(has_contiguous_rows(t) ? t : kept_.emplace_back(t.contiguous()));
+    rows = rows_of(has_contiguous_rows(t) ? t : hold(t.contiguous()));
     share_heads(op_, rows, t.size(2), p.H);
   }
   void input(Rows& rows, const OptionalTensor& t) {
@@ -80,10 +69,10 @@ class RecurrentCall {
   }
   const float* input_state(const OptionalTensor& t) {
     if (!given(t)) return nullptr;
-    return (t->is_contiguous() ? *t : kept_.emplace_back(t->contiguous())).const_data_ptr<float>();
+    return contiguous(*t).const_data_ptr<float>();
   }
   void input(Indices& indices, const at::Tensor& t) {
-    const at::Tensor& c = t.is_contiguous() ? t : kept_.emplace_back(t.contiguous());
+    const at::Tensor& c = contiguous(t);
     indices = {c.const_data_ptr(), c.scalar_type() == at::kLong};
   }
 
@@ -117,32 +106,22 @@ class RecurrentCall {
   }
   void output(Rows& rows, const at::Tensor& out) { rows = rows_of(out); }
 
-  void forward() {
-    recurrent_forward(p, stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  }
+  void forward() { launch(recurrent_forward, p); }
   void low_rank_step(LowRankGate gate) {
     gate.overlaps =
-        gate.overlaps && at::cuda::getDeviceProperties(stream_.device_index())->major >= 9;
-    recurrent_low_rank_step(p, gate, stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+        gate.overlaps && at::cuda::getDeviceProperties(options_.device().index())->major >= 9;
+    launch(recurrent_low_rank_step, p, gate);
   }
-  void verify() {
-    recurrent_verify(p, multiprocessors(), stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  }
+  void verify() { launch(recurrent_verify, p, multiprocessors()); }
   void backward() {
     const auto plan = plan_recurrent_backward(p, multiprocessors());
     const auto floats = [&](float*& part, int64_t n) {
-      if (n > 0)
-        part = kept_.emplace_back(at::empty({n}, options_.dtype(at::kFloat)))
-                   .mutable_data_ptr<float>();
+      if (n > 0) part = hold(at::empty({n}, options_.dtype(at::kFloat))).mutable_data_ptr<float>();
     };
     floats(p.kept, plan.kept);
     floats(p.replayed, plan.replayed);
     floats(p.partials, plan.partials);
-    recurrent_backward(p, plan, stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(recurrent_backward, p, plan);
   }
 
  private:
@@ -154,72 +133,55 @@ class RecurrentCall {
         H <= kMaxBlocks / blocks / (p.N + 1), op, ": expected (N + 1) * H * ceil(V / ", kValues,
         ") to be at most ", kMaxBlocks, " on CUDA, got N = ", p.N, ", H = ", H, " and V = ", p.V);
   }
-  int multiprocessors() const { return multiprocessors_of(stream_.device()); }
-
-  c10::cuda::CUDAGuard guard_;
-  c10::cuda::CUDAStream stream_;
   at::TensorOptions options_;
   const char* op_;
-  std::vector<at::Tensor> kept_;
 };
 
-RecurrentForwardOutputs recurrent_gla_fwd_cuda(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
-    const OptionalTensor& gv, const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
-    std::optional<double> scale, bool output_final_state, bool reverse, bool state_v_first) {
-  const Shape shape =
-      check_recurrent_fwd(q, k, v, gk, gv, initial_state, cu_seqlens, state_v_first);
-  RecurrentCall call("fused_recurrent_gla", shape, q, scale);
+// The inputs of both passes over sequences, and do in backward.
+template <class Arguments>
+void take_inputs(RecurrentCall& call, const Arguments& a, const at::Tensor* d_o = nullptr) {
   Recurrence& p = call.p;
-  p.reverse = reverse;
-  p.state_v_first = state_v_first;
-  call.input(p.q, q);
-  call.input(p.k, k);
-  call.input(p.v, v);
-  call.input_key_gate(gk);
-  call.input(p.gv, gv);
-  call.input(p.cu_seqlens, cu_seqlens);
-  p.state_in = call.input_state(initial_state);
-  at::Tensor o = call.output(p.o, p.V, v.scalar_type());
+  p.reverse = a.reverse;
+  p.state_v_first = a.state_v_first;
+  call.input(p.q, a.q);
+  call.input(p.k, a.k);
+  call.input(p.v, a.v);
+  call.input_key_gate(a.gk);
+  call.input(p.gv, a.gv);
+  if (d_o != nullptr) call.input(p.d_o, *d_o);
+  call.input(p.cu_seqlens, a.cu_seqlens);
+  p.state_in = call.input_state(a.initial_state);
+}
+
+RecurrentForwardOutputs recurrent_gla_fwd_cuda(const RecurrentForwardArguments& a) {
+  RecurrentCall call("fused_recurrent_gla", check_recurrent_fwd(a), a.q, a.scale);
+  Recurrence& p = call.p;
+  take_inputs(call, a);
+  at::Tensor o = call.output(p.o, p.V, a.v.scalar_type());
   at::Tensor final_state =
-      output_final_state ? call.output_states(p.state_out) : call.not_asked_for();
+      a.output_final_state ? call.output_states(p.state_out) : call.not_asked_for();
   call.use_sequence_states();
   call.forward();
   return {o, final_state};
 }
 
-BackwardOutputs recurrent_gla_bwd_cuda(
-    const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q, const at::Tensor& k,
-    const at::Tensor& v, const OptionalTensor& gk, const OptionalTensor& gv,
-    const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
-    std::optional<double> scale, bool reverse, bool state_v_first) {
-  const Shape shape =
-      check_recurrent_bwd(d_o, dht, q, k, v, gk, gv, initial_state, cu_seqlens, state_v_first);
-  RecurrentCall call("recurrent_gla_bwd", shape, q, scale);
+BackwardOutputs recurrent_gla_bwd_cuda(const RecurrentBackwardArguments& a) {
+  RecurrentCall call("recurrent_gla_bwd", check_recurrent_bwd(a), a.q, a.scale);
   Recurrence& p = call.p;
-  p.reverse = reverse;
-  p.state_v_first = state_v_first;
-  call.input(p.q, q);
-  call.input(p.k, k);
-  call.input(p.v, v);
-  call.input_key_gate(gk);
-  call.input(p.gv, gv);
-  call.input(p.d_o, d_o);
-  call.input(p.cu_seqlens, cu_seqlens);
-  p.state_in = call.input_state(initial_state);
-  p.dht = call.input_state(dht);
-  at::Tensor dq = call.output(p.dq, p.K, q.scalar_type());
-  at::Tensor dk = call.output(p.dk, p.K, k.scalar_type());
-  at::Tensor dv = call.output(p.dv, p.V, v.scalar_type());
-  at::Tensor dgk = call.gradient(p.dgk, p.K, gk), dgv = call.gradient(p.dgv, p.V, gv);
-  at::Tensor dh0 = given(initial_state) ? call.output_states(p.dh0) : call.not_asked_for();
+  take_inputs(call, a, &a.d_o);
+  p.dht = call.input_state(a.dht);
+  at::Tensor dq = call.output(p.dq, p.K, a.q.scalar_type());
+  at::Tensor dk = call.output(p.dk, p.K, a.k.scalar_type());
+  at::Tensor dv = call.output(p.dv, p.V, a.v.scalar_type());
+  at::Tensor dgk = call.gradient(p.dgk, p.K, a.gk), dgv = call.gradient(p.dgv, p.V, a.gv);
+  at::Tensor dh0 = given(a.initial_state) ? call.output_states(p.dh0) : call.not_asked_for();
   call.use_sequence_states();
   call.backward();
-  return with_shared_heads({dq, dk, dv, sum_over_channels(dgk, gk), dgv, dh0}, k.size(2));
+  return with_shared_heads({dq, dk, dv, sum_over_channels(dgk, a.gk), dgv, dh0}, a.k.size(2));
 }
 
-at::Tensor run_on_pool(const RecurrentInputs& in, const PoolInputs& pool,
-                       std::optional<double> scale, bool write) {
+at::Tensor run_on_pool(const TokenInputs& in, const PoolInputs& pool, std::optional<double> scale,
+                       bool write) {
   const Shape shape = check_pool(in, pool);
   check_layouts(in, pool, write);
   RecurrentCall call(in.op, shape, *in.k, scale);
@@ -289,8 +251,8 @@ at::Tensor low_rank_step_cuda(const LowRankStep& a) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
-  m.impl("recurrent_gla_fwd", recurrent_gla_fwd_cuda);
-  m.impl("recurrent_gla_bwd", recurrent_gla_bwd_cuda);
+  m.impl("recurrent_gla_fwd", by_arguments<recurrent_gla_fwd, recurrent_gla_fwd_cuda>);
+  m.impl("recurrent_gla_bwd", by_arguments<recurrent_gla_bwd, recurrent_gla_bwd_cuda>);
   m.impl("recurrent_gla_low_rank_step_", positional<low_rank_step_cuda>);
   RecurrentOnPool<run_on_pool>::register_in(m);
 }

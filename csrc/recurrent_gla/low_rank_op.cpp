@@ -1,11 +1,9 @@
 #include "dispatch/in_place.h"
-#include "dispatch/linear_map.h"
 #include "dispatch/meta.h"
 #include "dispatch/op.h"
 #include "dispatch/schema.h"
 #include "low_rank_step.h"
 #include "op.h"
-#include "ops.h"
 
 namespace gla_ext {
 
@@ -17,15 +15,15 @@ Shape check_low_rank_step(const LowRankStep& a) {
   const Checker check(op, "q", a.q);
   TORCH_CHECK_VALUE(holds(shape.T.sym_eq(1)), op, ": expected one token a row, got T = ", shape.T);
   const c10::SymInt keys = a.k.sym_size(2) * shape.K;
-  check_like(check, "h", a.h, a.q);
+  check.like("h", a.h);
   check.rank("h", a.h, 3, "[B, 1, R]");
   const c10::SymInt R = a.h.sym_size(2);
   check.shape("h", a.h, "[B, 1, R]", {shape.B, shape.T, R});
   check.at_least_one("the last dimension", "h", R);
-  check_like(check, "gate_weight", a.gate_weight, a.q);
+  check.like("gate_weight", a.gate_weight);
   check.shape("gate_weight", a.gate_weight, "[HK * K, R]", {keys, R});
   if (given(a.gate_bias)) {
-    check_like(check, "gate_bias", *a.gate_bias, a.q);
+    check.like("gate_bias", *a.gate_bias);
     check.shape("gate_bias", *a.gate_bias, "[HK * K]", {keys});
   }
   TORCH_CHECK_VALUE(a.normalizer > 0, op, ": expected normalizer to be above 0, got ",
@@ -49,10 +47,7 @@ at::Tensor dispatch(const LowRankStep& a) {
             a.slots, a.scale, a.state_v_first, a.overlaps);
 }
 
-at::Tensor meta(const LowRankStep& a) {
-  const Shape shape = check_low_rank_step(a);
-  return empty({shape.B, shape.T, shape.H, shape.V}, a.v, a.v.scalar_type());
-}
+at::Tensor meta(const LowRankStep& a) { return fresh_output(check_low_rank_step(a), a.v); }
 
 constexpr Refusal kRefusal{"recurrent_gla_low_rank_step_",
                            "decoding has no gradient, run it under torch.no_grad()"};
@@ -64,6 +59,7 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
          "recurrent_gla_low_rank_step_(Tensor q, Tensor k, Tensor v, Tensor h, Tensor gate_weight, "
          "Tensor? gate_bias, float normalizer, float? clamp_min, Tensor(a!) state, Tensor? slots, "
          "float? scale, bool state_v_first, bool overlaps=False) -> Tensor");
+  in_place<positional<dispatch>, kRefusal>(m, "recurrent_gla_low_rank_step_");
   refuse_vmap(m, {"recurrent_gla_low_rank_step_"});
 }
 
@@ -72,13 +68,5 @@ TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) { m.impl("recurrent_gla_low_rank_step_", positional<meta>); }
-
-TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  m.impl("recurrent_gla_low_rank_step_", InPlace<positional<dispatch>>::refuse<kRefusal>);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
-  m.impl("recurrent_gla_low_rank_step_", InPlace<positional<dispatch>>::run_and_tell);
-}
 
 }  // namespace gla_ext

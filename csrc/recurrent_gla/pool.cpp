@@ -6,67 +6,60 @@
 #include "dispatch/output.h"
 #include "dispatch/schema.h"
 #include "op.h"
-#include "ops.h"
 
 namespace gla_ext {
 
 at::Tensor recurrent_gla_step_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const std::optional<at::Tensor>& gk,
-                               const std::optional<at::Tensor>& gv, at::Tensor& state,
-                               const std::optional<at::Tensor>& slots, std::optional<double> scale,
-                               bool state_v_first, const std::optional<at::Tensor>& write_slots) {
+                               const OptionalTensor& gk, const OptionalTensor& gv,
+                               at::Tensor& state, const OptionalTensor& slots,
+                               std::optional<double> scale, bool state_v_first,
+                               const OptionalTensor& write_slots) {
   static const Op<decltype(recurrent_gla_step_)> op("gla_ext::recurrent_gla_step_");
   return op(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots);
 }
 
 void recurrent_gla_step_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const std::optional<at::Tensor>& gk,
-                            const std::optional<at::Tensor>& gv, at::Tensor& state,
-                            const std::optional<at::Tensor>& slots, std::optional<double> scale,
-                            bool state_v_first, const std::optional<at::Tensor>& write_slots,
+                            const OptionalTensor& gk, const OptionalTensor& gv, at::Tensor& state,
+                            const OptionalTensor& slots, std::optional<double> scale,
+                            bool state_v_first, const OptionalTensor& write_slots,
                             at::Tensor& out) {
   static const Op<decltype(recurrent_gla_step_out)> op("gla_ext::recurrent_gla_step_", "out");
   op(q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots, out);
 }
 
 at::Tensor recurrent_gla_verify(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                const std::optional<at::Tensor>& gk,
-                                const std::optional<at::Tensor>& gv, const at::Tensor& state,
-                                const std::optional<at::Tensor>& slots, std::optional<double> scale,
-                                bool state_v_first, const std::optional<at::Tensor>& cu_seqlens) {
+                                const OptionalTensor& gk, const OptionalTensor& gv,
+                                const at::Tensor& state, const OptionalTensor& slots,
+                                std::optional<double> scale, bool state_v_first,
+                                const OptionalTensor& cu_seqlens) {
   static const Op<decltype(recurrent_gla_verify)> op("gla_ext::recurrent_gla_verify");
   return op(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens);
 }
 
 void recurrent_gla_verify_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                              const std::optional<at::Tensor>& gk,
-                              const std::optional<at::Tensor>& gv, const at::Tensor& state,
-                              const std::optional<at::Tensor>& slots, std::optional<double> scale,
-                              bool state_v_first, const std::optional<at::Tensor>& cu_seqlens,
-                              at::Tensor& out) {
+                              const OptionalTensor& gk, const OptionalTensor& gv,
+                              const at::Tensor& state, const OptionalTensor& slots,
+                              std::optional<double> scale, bool state_v_first,
+                              const OptionalTensor& cu_seqlens, at::Tensor& out) {
   static const Op<decltype(recurrent_gla_verify_out)> op("gla_ext::recurrent_gla_verify", "out");
   op(q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens, out);
 }
 
-void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v,
-                           const std::optional<at::Tensor>& gk, const std::optional<at::Tensor>& gv,
-                           at::Tensor& state, const std::optional<at::Tensor>& slots,
+void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
+                           const OptionalTensor& gv, at::Tensor& state, const OptionalTensor& slots,
                            const at::Tensor& accepted, bool state_v_first,
-                           const std::optional<at::Tensor>& cu_seqlens,
-                           const std::optional<at::Tensor>& write_slots) {
+                           const OptionalTensor& cu_seqlens, const OptionalTensor& write_slots) {
   static const Op<decltype(recurrent_gla_commit_)> op("gla_ext::recurrent_gla_commit_");
   op(k, v, gk, gv, state, slots, accepted, state_v_first, cu_seqlens, write_slots);
 }
 
 // What they take.
-Shape check_pool(const RecurrentInputs& tokens, const PoolInputs& pool) {
+Shape check_pool(const TokenInputs& tokens, const PoolInputs& pool) {
   const at::Tensor& first = tokens.q != nullptr ? *tokens.q : *tokens.k;
   const Checker check(tokens.op, tokens.q != nullptr ? "q" : "k", first);
   Shape shape = check_tokens(check, tokens);
   const at::Tensor& state = pool.state;
-  check.defined("state", state);
-  check.strided("state", state);
-  check.device("state", state);
+  check.placed("state", state);
   check.gate_dtype("state", state, shape.accumulate == at::kDouble);
   const char* dims = pool.state_v_first ? "[P, H, V, K]" : "[P, H, K, V]";
   check.rank("state", state, 4, dims);
@@ -77,10 +70,7 @@ Shape check_pool(const RecurrentInputs& tokens, const PoolInputs& pool) {
   check.offsets(pool.cu_seqlens != nullptr ? *pool.cu_seqlens : std::nullopt, shape);
   // Without slots, row n's is n.
   const c10::SymInt P = given(pool.slots) ? state.sym_size(0) : shape.N;
-  if (pool.state_v_first)
-    check.shape("state", state, dims, {P, shape.H, shape.V, shape.K});
-  else
-    check.shape("state", state, dims, {P, shape.H, shape.K, shape.V});
+  check.shape("state", state, dims, states(shape, P, pool.state_v_first));
   const char* rows = shape.packed ? "[N]" : "[B]";
   check.indices_of("slots", pool.slots, rows, shape.N);
   if (pool.write_slots != nullptr)
@@ -94,23 +84,22 @@ Shape check_pool(const RecurrentInputs& tokens, const PoolInputs& pool) {
   return shape;
 }
 
-void check_layouts(const RecurrentInputs& tokens, const PoolInputs& pool, bool write) {
+void check_layouts(const TokenInputs& tokens, const PoolInputs& pool, bool write) {
   check_pool_layout(tokens.op, pool.state, write);
   if (pool.out == nullptr) return;
-  const auto gate = [](const OptionalTensor* t) { return given(*t) ? &**t : nullptr; };
   check_out_layout(tokens.op, *pool.out,
                    {{"q", tokens.q},
                     {"k", tokens.k},
                     {"v", tokens.v},
-                    {"gk", gate(tokens.gk)},
-                    {"gv", gate(tokens.gv)},
+                    {"gk", where_given(*tokens.gk)},
+                    {"gv", where_given(*tokens.gv)},
                     {"state", &pool.state}});
 }
 
 namespace {
 
 // What they return while a graph is traced.
-at::Tensor on_pool_meta(const RecurrentInputs& in, const PoolInputs& pool, std::optional<double>,
+at::Tensor on_pool_meta(const TokenInputs& in, const PoolInputs& pool, std::optional<double>,
                         bool) {
   const Shape s = check_pool(in, pool);
   return in.q != nullptr && pool.out == nullptr ? fresh_output(s, *in.v) : at::Tensor();
@@ -145,25 +134,15 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
   autocast_first<3, recurrent_gla_verify>(m, "recurrent_gla_verify");
   autocast_first<3, recurrent_gla_verify_out>(m, "recurrent_gla_verify.out");
   autocast_first<2, recurrent_gla_commit_>(m, "recurrent_gla_commit_");
+  in_place<recurrent_gla_step_, kStep>(m, "recurrent_gla_step_");
+  in_place<recurrent_gla_step_out, kStep>(m, "recurrent_gla_step_.out");
+  in_place<recurrent_gla_verify, kVerify>(m, "recurrent_gla_verify");
+  in_place<recurrent_gla_verify_out, kVerify>(m, "recurrent_gla_verify.out");
+  in_place<recurrent_gla_commit_, kCommit>(m, "recurrent_gla_commit_");
   refuse_vmap(m, {"recurrent_gla_step_", "recurrent_gla_step_.out", "recurrent_gla_verify.out",
                   "recurrent_gla_commit_"});
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) { RecurrentOnPool<on_pool_meta>::register_in(m); }
-
-TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  m.impl("recurrent_gla_step_", InPlace<recurrent_gla_step_>::refuse<kStep>);
-  m.impl("recurrent_gla_step_.out", InPlace<recurrent_gla_step_out>::refuse<kStep>);
-  m.impl("recurrent_gla_verify", InPlace<recurrent_gla_verify>::refuse<kVerify>);
-  m.impl("recurrent_gla_verify.out", InPlace<recurrent_gla_verify_out>::refuse<kVerify>);
-  m.impl("recurrent_gla_commit_", InPlace<recurrent_gla_commit_>::refuse<kCommit>);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
-  m.impl("recurrent_gla_step_", InPlace<recurrent_gla_step_>::run_and_tell);
-  m.impl("recurrent_gla_step_.out", InPlace<recurrent_gla_step_out>::run_and_tell);
-  m.impl("recurrent_gla_verify.out", InPlace<recurrent_gla_verify_out>::run_and_tell);
-  m.impl("recurrent_gla_commit_", InPlace<recurrent_gla_commit_>::run_and_tell);
-}
 
 }  // namespace gla_ext

@@ -6,12 +6,10 @@
 #include <algorithm>
 
 #include "common/row_layout.h"
-#include "common/tensors.h"
 #include "cpu/host/call.h"
 #include "cpu/kernel_tables.h"
 #include "cpu_kernels.h"
 #include "op.h"
-#include "ops.h"
 
 namespace gla_ext::cpu {
 namespace {
@@ -53,6 +51,10 @@ class NormTasks {
   NormRows output(const at::Tensor& t) const {
     return {t.mutable_data_ptr(), dtype_of(t.scalar_type()), {p.inner_rows * p.width, p.width}};
   }
+  static T* rstd(const at::Tensor& t) {
+    return static_cast<T*>(const_cast<void*>(t.const_data_ptr()));
+  }
+  static void stream_like(const at::Tensor&) {}  // rows have their own
   int64_t tasks() const { return (p.rows + p.rows_per_task - 1) / p.rows_per_task; }
 
   void forward() const { run(&NormKernels<T>::forward); }
@@ -75,7 +77,7 @@ class NormTasks {
 
  private:
   int64_t padded_width() const { return padded(p.width); }
-  void run(typename NormKernels<T>::Task NormKernels<T>::* task) const {
+  void run(typename NormKernels<T>::Task NormKernels<T>::*task) const {
     const auto& kernels = KernelTables<NormKernels<T>>::in_use();
     for_each_task<T>(tasks(), kernels.workspace_size(p.width),
                      [&](T* workspace, int64_t i) { (kernels.*task)(p, workspace, i); });
@@ -86,116 +88,19 @@ class NormTasks {
   at::Tensor weight_;
 };
 
-NormForwardOutputs rms_norm_gate_fwd_cpu(const at::Tensor& x, const OptionalTensor& weight,
-                                         const OptionalTensor& gate, std::string_view activation,
-                                         double eps) {
-  const NormCall call = check_rms_norm_gate_fwd(x, weight, gate, activation);
-  at::Tensor y = contiguous_like(x);
-  at::Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(call.accumulate));
-  std::vector<at::Tensor> tensors{x};
-  if (given(gate)) tensors.push_back(*gate);
-  with_accumulate(call.accumulate, [&](auto type) {
-    NormTasks<decltype(type)> tasks(call, tensors, weight, eps);
-    auto& p = tasks.p;
-    if (p.rows == 0) return;
-    p.x = tasks.input(0);
-    if (given(gate)) p.gate = tasks.input(1);
-    p.y = tasks.output(y);
-    p.rstd = static_cast<decltype(p.rstd)>(rstd.mutable_data_ptr());
-    tasks.forward();
-  });
-  return {y, rstd};
-}
-
-NormBackwardOutputs rms_norm_gate_bwd_cpu(const at::Tensor& dy, const at::Tensor& x,
-                                          const OptionalTensor& weight, const OptionalTensor& gate,
-                                          const at::Tensor& rstd, std::string_view activation,
-                                          bool output) {
-  const NormCall call = check_rms_norm_gate_bwd(dy, x, weight, gate, rstd, activation);
-  const auto not_asked_for = [&] { return at::empty({0}, x.options().dtype(call.accumulate)); };
-  at::Tensor dx = contiguous_like(x);
-  at::Tensor dgate = given(gate) ? contiguous_like(*gate) : not_asked_for();
-  at::Tensor y = output ? contiguous_like(x) : not_asked_for();
-  if (x.numel() == 0)
-    return {dx, given(weight) ? at::zeros(weight->sizes(), weight->options()) : not_asked_for(),
-            dgate, y};
-  std::vector<at::Tensor> tensors{x, dy};
-  if (given(gate)) tensors.push_back(*gate);
-  const at::Tensor kept = rstd.contiguous();
-  at::Tensor dweight = with_accumulate(call.accumulate, [&](auto type) {
-    NormTasks<decltype(type)> tasks(call, tensors, weight, 0);
-    auto& p = tasks.p;
-    p.x = tasks.input(0);
-    p.dy = tasks.input(1);
-    p.dx = tasks.output(dx);
-    if (given(gate)) {
-      p.gate = tasks.input(2);
-      p.dgate = tasks.output(dgate);
-    }
-    if (output) p.y = tasks.output(y);
-    p.rstd = static_cast<decltype(p.rstd)>(const_cast<void*>(kept.const_data_ptr()));
-    return tasks.backward();
-  });
-  return {dx, given(weight) ? dweight.to(weight->scalar_type()) : dweight, dgate, y};
-}
-
-NormResidualForwardOutputs rms_norm_residual_fwd_cpu(const at::Tensor& x,
-                                                     const at::Tensor& residual,
-                                                     const OptionalTensor& weight, double eps) {
-  const NormCall call = check_rms_norm_residual_fwd(x, residual, weight);
-  at::Tensor y = contiguous_like(x), stream = contiguous_like(residual);
-  at::Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(call.accumulate));
-  with_accumulate(call.accumulate, [&](auto type) {
-    NormTasks<decltype(type)> tasks(call, {x, residual}, weight, eps);
-    auto& p = tasks.p;
-    if (p.rows == 0) return;
-    p.x = tasks.input(0);
-    p.residual = tasks.input(1);
-    p.stream = tasks.output(stream);
-    p.y = tasks.output(y);
-    p.rstd = static_cast<decltype(p.rstd)>(rstd.mutable_data_ptr());
-    tasks.forward();
-  });
-  return {y, stream, rstd};
-}
-
-NormResidualBackwardOutputs rms_norm_residual_bwd_cpu(const at::Tensor& dy,
-                                                      const OptionalTensor& dstream,
-                                                      const at::Tensor& stream,
-                                                      const OptionalTensor& weight,
-                                                      const at::Tensor& rstd) {
-  const NormCall call = check_rms_norm_residual_bwd(dy, dstream, stream, weight, rstd);
-  const bool both = dy.scalar_type() == stream.scalar_type();
-  at::Tensor dresidual = contiguous_like(stream);
-  at::Tensor dx = both ? at::empty({0}, dy.options()) : contiguous_like(dy);
-  if (dy.numel() == 0)
-    return {dx, dresidual,
-            given(weight) ? at::zeros(weight->sizes(), weight->options())
-                          : at::empty({0}, dy.options().dtype(call.accumulate))};
-  std::vector<at::Tensor> tensors{dy, stream};
-  if (given(dstream)) tensors.push_back(*dstream);
-  const at::Tensor kept = rstd.contiguous();
-  at::Tensor dweight = with_accumulate(call.accumulate, [&](auto type) {
-    NormTasks<decltype(type)> tasks(call, tensors, weight, 0);
-    auto& p = tasks.p;
-    p.dy = tasks.input(0);
-    p.x = tasks.input(1);
-    if (given(dstream)) p.dstream = tasks.input(2);
-    p.dresidual = tasks.output(dresidual);
-    if (!both) p.dx = tasks.output(dx);
-    p.rstd = static_cast<decltype(p.rstd)>(const_cast<void*>(kept.const_data_ptr()));
-    return tasks.backward();
-  });
-  return {dx, dresidual, given(weight) ? dweight.to(weight->scalar_type()) : dweight};
-}
+struct Backend {
+  template <typename F>
+  static void with(const char*, const NormCall& call, const std::vector<at::Tensor>& tensors,
+                   const OptionalTensor& weight, double eps, const F& f) {
+    with_accumulate(call.accumulate, [&](auto type) {
+      NormTasks<decltype(type)> tasks(call, tensors, weight, eps);
+      if (tasks.p.rows > 0) f(tasks);
+    });
+  }
+};
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
-  m.impl("rms_norm_gate_fwd", rms_norm_gate_fwd_cpu);
-  m.impl("rms_norm_gate_bwd", rms_norm_gate_bwd_cpu);
-  m.impl("rms_norm_residual_fwd", rms_norm_residual_fwd_cpu);
-  m.impl("rms_norm_residual_bwd", rms_norm_residual_bwd_cpu);
-}
+TORCH_LIBRARY_IMPL(gla_ext, CPU, m) { register_norms<Backend>(m); }
 
 }  // namespace gla_ext::cpu

@@ -17,7 +17,6 @@
 #include "dispatch/meta.h"
 #include "dispatch/op.h"
 #include "dispatch/schema.h"
-#include "ops.h"
 
 namespace gla_ext {
 
@@ -80,7 +79,7 @@ Activation activation_of(const char* op, std::string_view name) {
 }
 
 // x and what has its shape and dtype; weight [V] of any dtype.
-NormCall check_norm(const char* op, const NamedTensors& like_x, const OptionalTensor& weight,
+NormCall check_rows(const char* op, const NamedTensors& like_x, const OptionalTensor& weight,
                     std::string_view activation) {
   const at::Tensor& x = *like_x[0].second;
   const Checker check(op, "x", x);
@@ -94,9 +93,7 @@ NormCall check_norm(const char* op, const NamedTensors& like_x, const OptionalTe
 
 void check_rstd(const Checker& check, const at::Tensor& x, const at::Tensor& rstd,
                 const NormCall& call) {
-  check.defined("rstd", rstd);
-  check.strided("rstd", rstd);
-  check.device("rstd", rstd);
+  check.placed("rstd", rstd);
   check.dtype("rstd", rstd, call.accumulate, "");
   const auto sizes = x.sym_sizes();
   check.shape("rstd", rstd, "[...]", Sizes(sizes.begin(), sizes.end() - 1));
@@ -105,9 +102,7 @@ void check_rstd(const Checker& check, const at::Tensor& x, const at::Tensor& rst
 // Of x's shape, and its dtype or the one of sums.
 void check_stream(const Checker& check, const char* name, const at::Tensor& t,
                   const at::Tensor& x) {
-  check.defined(name, t);
-  check.strided(name, t);
-  check.device(name, t);
+  check.placed(name, t);
   if (x.scalar_type() == at::kDouble || t.scalar_type() != at::kFloat)
     check.like_first(name, t, x.scalar_type());
   check.shape(name, t, "[..., V]", x.sym_sizes().vec());
@@ -122,84 +117,71 @@ void check_norm_gate_linear(const at::Tensor& o, const at::Tensor& gate, const a
 
 }  // namespace
 
-NormCall check_rms_norm_gate_fwd(const at::Tensor& x, const OptionalTensor& weight,
-                                 const OptionalTensor& gate, std::string_view activation) {
-  return check_norm("rms_norm_gate", {{"x", &x}, {"gate", where_given(gate)}}, weight, activation);
+NormCall check_norm(const NormGateForward& a) {
+  return check_rows("rms_norm_gate", {{"x", &a.x}, {"gate", where_given(a.gate)}}, a.weight,
+                    a.activation);
 }
 
-NormCall check_rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
-                                 const OptionalTensor& weight, const OptionalTensor& gate,
-                                 const at::Tensor& rstd, std::string_view activation) {
+NormCall check_norm(const NormGateBackward& a) {
   const char* op = "rms_norm_gate_bwd";
-  const NormCall call =
-      check_norm(op, {{"x", &x}, {"dy", &dy}, {"gate", where_given(gate)}}, weight, activation);
-  check_rstd(Checker(op, "x", x), x, rstd, call);
+  const NormCall call = check_rows(op, {{"x", &a.x}, {"dy", &a.dy}, {"gate", where_given(a.gate)}},
+                                   a.weight, a.activation);
+  check_rstd(Checker(op, "x", a.x), a.x, a.rstd, call);
   return call;
 }
 
-NormCall check_rms_norm_residual_fwd(const at::Tensor& x, const at::Tensor& residual,
-                                     const OptionalTensor& weight) {
+NormCall check_norm(const NormResidualForward& a) {
   const char* op = "rms_norm_residual";
-  const NormCall call = check_norm(op, {{"x", &x}}, weight, "swish");
-  check_stream(Checker(op, "x", x), "residual", residual, x);
+  const NormCall call = check_rows(op, {{"x", &a.x}}, a.weight, "swish");
+  check_stream(Checker(op, "x", a.x), "residual", a.residual, a.x);
   return call;
 }
 
-NormCall check_rms_norm_residual_bwd(const at::Tensor& dy, const OptionalTensor& dstream,
-                                     const at::Tensor& stream, const OptionalTensor& weight,
-                                     const at::Tensor& rstd) {
+NormCall check_norm(const NormResidualBackward& a) {
   const char* op = "rms_norm_residual_bwd";
-  const NormCall call = check_norm(op, {{"dy", &dy}}, weight, "swish");
-  const Checker check(op, "dy", dy);
-  check_stream(check, "stream", stream, dy);
-  if (given(dstream)) {
-    check_stream(check, "dstream", *dstream, dy);
-    check.dtype("dstream", *dstream, stream.scalar_type(), " like stream");
+  const NormCall call = check_rows(op, {{"dy", &a.dy}}, a.weight, "swish");
+  const Checker check(op, "dy", a.dy);
+  check_stream(check, "stream", a.stream, a.dy);
+  if (given(a.dstream)) {
+    check_stream(check, "dstream", *a.dstream, a.dy);
+    check.dtype("dstream", *a.dstream, a.stream.scalar_type(), " like stream");
   }
-  check_rstd(check, dy, rstd, call);
+  check_rstd(check, a.dy, a.rstd, call);
   return call;
 }
 
 namespace {
 
 // What they return while a graph is traced.
-NormForwardOutputs rms_norm_gate_fwd_meta(const at::Tensor& x, const OptionalTensor& weight,
-                                          const OptionalTensor& gate, std::string_view activation,
-                                          double) {
-  const NormCall call = check_rms_norm_gate_fwd(x, weight, gate, activation);
+at::Tensor rstd_like(const at::Tensor& x, const NormCall& call) {
   const auto sizes = x.sym_sizes();
-  return {fresh(x), empty(sizes.slice(0, sizes.size() - 1), x, call.accumulate)};
+  return empty(sizes.slice(0, sizes.size() - 1), x, call.accumulate);
 }
 
-NormBackwardOutputs rms_norm_gate_bwd_meta(const at::Tensor& dy, const at::Tensor& x,
-                                           const OptionalTensor& weight, const OptionalTensor& gate,
-                                           const at::Tensor& rstd, std::string_view activation,
-                                           bool output) {
-  const NormCall call = check_rms_norm_gate_bwd(dy, x, weight, gate, rstd, activation);
-  const auto or_nothing = [&](bool asked_for, const at::Tensor& t) {
-    return asked_for ? fresh(t) : empty({0}, x, call.accumulate);
+NormForwardOutputs gate_fwd_meta(const NormGateForward& a) {
+  const NormCall call = check_norm(a);
+  return {fresh(a.x), rstd_like(a.x, call)};
+}
+
+NormBackwardOutputs gate_bwd_meta(const NormGateBackward& a) {
+  const NormCall call = check_norm(a);
+  const auto like = [&](const OptionalTensor& t) {
+    return given(t) ? fresh(*t) : empty({0}, a.x, call.accumulate);
   };
-  return {fresh(x), or_nothing(given(weight), weight.value_or(x)),
-          or_nothing(given(gate), gate.value_or(x)), or_nothing(output, x)};
+  return {fresh(a.x), like(a.weight), like(a.gate),
+          like(a.output ? OptionalTensor(a.x) : std::nullopt)};
 }
 
-NormResidualForwardOutputs rms_norm_residual_fwd_meta(const at::Tensor& x,
-                                                      const at::Tensor& residual,
-                                                      const OptionalTensor& weight, double) {
-  const NormCall call = check_rms_norm_residual_fwd(x, residual, weight);
-  const auto sizes = x.sym_sizes();
-  return {fresh(x), fresh(residual), empty(sizes.slice(0, sizes.size() - 1), x, call.accumulate)};
+NormResidualForwardOutputs residual_fwd_meta(const NormResidualForward& a) {
+  const NormCall call = check_norm(a);
+  return {fresh(a.x), fresh(a.residual), rstd_like(a.x, call)};
 }
 
-NormResidualBackwardOutputs rms_norm_residual_bwd_meta(const at::Tensor& dy,
-                                                       const OptionalTensor& dstream,
-                                                       const at::Tensor& stream,
-                                                       const OptionalTensor& weight,
-                                                       const at::Tensor& rstd) {
-  const NormCall call = check_rms_norm_residual_bwd(dy, dstream, stream, weight, rstd);
-  const bool both = dy.scalar_type() == stream.scalar_type();
-  return {both ? empty({0}, dy, dy.scalar_type()) : fresh(dy), fresh(stream),
-          given(weight) ? fresh(*weight) : empty({0}, dy, call.accumulate)};
+NormResidualBackwardOutputs residual_bwd_meta(const NormResidualBackward& a) {
+  const NormCall call = check_norm(a);
+  const bool both = a.dy.scalar_type() == a.stream.scalar_type();
+  return {both ? empty({0}, a.dy, a.dy.scalar_type()) : fresh(a.dy), fresh(a.stream),
+          given(a.weight) ? fresh(*a.weight) : empty({0}, a.dy, call.accumulate)};
 }
 
 // Saved are x, weight, gate and rstd, one number a row.
@@ -207,20 +189,19 @@ struct RmsNormGate {
   static constexpr const char *fwd = "rms_norm_gate_fwd", *bwd = "rms_norm_gate_bwd";
 
   static size_t setup_context(AutogradContext* ctx, const variable_list& outputs,
-                              const at::Tensor& x, const OptionalTensor& weight,
-                              const OptionalTensor& gate, std::string_view activation, double) {
-    save(ctx, {x, weight, gate, /*rstd=*/outputs[1]});
-    ctx->saved_data["activation"] = std::string(activation);
+                              const NormGateForward& a) {
+    save(ctx, {a.x, a.weight, a.gate, /*rstd=*/outputs[1]});
+    ctx->saved_data["activation"] = std::string(a.activation);
     return 1;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const at::Tensor none, &x = saved[0], &weight = saved[1], &gate = saved[2], &rstd = saved[3];
+    const at::Tensor &x = saved[0], &weight = saved[1], &gate = saved[2], &rstd = saved[3];
     auto [dx, dweight, dgate, y] =
         rms_norm_gate_bwd(grads[0], x, or_absent(weight), or_absent(gate), rstd,
                           ctx->saved_data["activation"].toStringView(), /*output=*/false);
-    return {dx, weight.defined() ? dweight : none, gate.defined() ? dgate : none};
+    return {dx, grad_of(weight, dweight), grad_of(gate, dgate)};
   }
 };
 
@@ -229,10 +210,9 @@ struct RmsNormResidual {
   static constexpr const char *fwd = "rms_norm_residual_fwd", *bwd = "rms_norm_residual_bwd";
 
   static size_t setup_context(AutogradContext* ctx, const variable_list& outputs,
-                              const at::Tensor& x, const at::Tensor&, const OptionalTensor& weight,
-                              double) {
-    save(ctx, {/*stream=*/outputs[1], weight, /*rstd=*/outputs[2]});
-    ctx->saved_data["dtype"] = x.scalar_type();
+                              const NormResidualForward& a) {
+    save(ctx, {/*stream=*/outputs[1], a.weight, /*rstd=*/outputs[2]});
+    ctx->saved_data["dtype"] = a.x.scalar_type();
     return 2;
   }
 
@@ -244,7 +224,7 @@ struct RmsNormResidual {
     auto [dx, dresidual, dweight] =
         rms_norm_residual_bwd(dy, or_absent(dstream), stream, or_absent(weight), rstd);
     const bool both = dy.scalar_type() == stream.scalar_type();
-    return {both ? dresidual : dx, dresidual, weight.defined() ? dweight : at::Tensor()};
+    return {both ? dresidual : dx, dresidual, grad_of(weight, dweight)};
   }
 };
 
@@ -362,10 +342,7 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
-  m.impl(RmsNormGate::fwd, rms_norm_gate_fwd_meta);
-  m.impl(RmsNormGate::bwd, rms_norm_gate_bwd_meta);
-  m.impl(RmsNormResidual::fwd, rms_norm_residual_fwd_meta);
-  m.impl(RmsNormResidual::bwd, rms_norm_residual_bwd_meta);
+  register_norms<gate_fwd_meta, gate_bwd_meta, residual_fwd_meta, residual_bwd_meta>(m);
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {

@@ -13,7 +13,6 @@
 #include "cpu_kernels.h"
 #include "dispatch/checker.h"
 #include "op.h"
-#include "ops.h"
 
 namespace gla_ext::cpu {
 namespace {
@@ -171,7 +170,7 @@ class ConvolutionTasks {
  private:
   int64_t padded_width() const { return padded(p.D); }
   int64_t runs() const { return divide_up(sequences_.tokens(), run_tokens_); }
-  void run(typename ConvolutionKernels<T>::Task ConvolutionKernels<T>::* task) const {
+  void run(typename ConvolutionKernels<T>::Task ConvolutionKernels<T>::*task) const {
     const auto& kernels = KernelTables<ConvolutionKernels<T>>::in_use();
     const int64_t parts = divide_up(p.D, kChannels);
     const int64_t workspace = kernels.workspace_size(p.W, std::min(p.D, kChannels));
@@ -193,12 +192,6 @@ class ConvolutionTasks {
   at::Tensor weight_, bias_;
   int64_t run_tokens_ = 1;
 };
-
-OptionalTensor contiguous(const OptionalTensor& t) {
-  return given(t) ? OptionalTensor(t->contiguous()) : std::nullopt;
-}
-
-const void* data_of(const OptionalTensor& t) { return given(t) ? t->const_data_ptr() : nullptr; }
 
 // Into y, whose channels are contiguous; gives the state, or nothing.
 at::Tensor run_forward(const Sequences& sequences, const ConvolutionShape& shape,
@@ -222,31 +215,26 @@ at::Tensor run_forward(const Sequences& sequences, const ConvolutionShape& shape
   return state;
 }
 
-ConvolutionForwardOutputs short_convolution_fwd_cpu(const at::Tensor& x, const at::Tensor& weight,
-                                                    const OptionalTensor& bias,
-                                                    const OptionalTensor& cache,
-                                                    const OptionalTensor& cu_seqlens,
-                                                    bool output_state) {
-  const auto shape = check_short_convolution_fwd(x, weight, bias, cache, cu_seqlens);
-  const Sequences sequences("ShortConvolution", cu_seqlens, x.size(0), x.size(1));
-  const at::Tensor y = contiguous_like(x);
-  return {y, run_forward(sequences, shape, x, weight, bias, cache, y, output_state)};
+ConvolutionForwardOutputs short_convolution_fwd_cpu(const ConvolutionForwardArguments& a) {
+  const auto shape = check_short_convolution(a);
+  const Sequences sequences("ShortConvolution", a.cu_seqlens, a.x.size(0), a.x.size(1));
+  const at::Tensor y = contiguous_like(a.x);
+  return {y, run_forward(sequences, shape, a.x, a.weight, a.bias, a.cache, y, a.output_state)};
 }
 
 // By copies of the rows: of caches there is little.
-at::Tensor run_on_pool(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-                       const ConvolutionPoolInputs& pool) {
-  const auto shape = check_short_convolution_pool(x, weight, bias, pool);
-  check_convolution_pool_layouts(x, weight, bias, pool);
-  const at::Tensor& state = pool.state;
-  const Sequences sequences("short_convolution_", pool.cu_seqlens, x.size(0), x.size(1));
+at::Tensor short_convolution_on_pool_cpu(const ConvolutionPoolArguments& a) {
+  const auto shape = check_short_convolution(a);
+  check_convolution_pool_layouts(a);
+  const at::Tensor &x = a.x, &state = a.state;
+  const Sequences sequences("short_convolution_", a.cu_seqlens, x.size(0), x.size(1));
   const int64_t N = sequences.count();
-  const PoolRows rows(state, N, pool.slots, pool.write_slots, pool.has_initial_state);
+  const PoolRows rows(state, N, a.slots, a.write_slots, a.has_initial_state);
   at::Tensor cache = at::zeros({N, state.size(1), state.size(2)}, state.options());
   for (int64_t n = 0; n < N; ++n)
     if (rows.read[n] >= 0) cache.select(0, n).copy_(state.select(0, rows.read[n]));
-  const at::Tensor y = pool.out != nullptr ? *pool.out : contiguous_like(x);
-  const at::Tensor after = run_forward(sequences, shape, x, weight, bias, cache, y, true);
+  const at::Tensor y = a.out != nullptr ? *a.out : contiguous_like(x);
+  const at::Tensor after = run_forward(sequences, shape, x, a.weight, a.bias, cache, y, true);
   int64_t end = 0;
   for (int64_t n = 0; n < N; ++n) {
     const ConvolutionPiece s = sequences.at(n);
@@ -256,20 +244,17 @@ at::Tensor run_on_pool(const at::Tensor& x, const at::Tensor& weight, const Opti
     else if (rows.write[n] >= 0)
       state.select(0, rows.write[n]).copy_(after.select(0, n));
   }
-  if (given(pool.cu_seqlens)) y.narrow(1, end, x.size(1) - end).zero_();
+  if (given(a.cu_seqlens)) y.narrow(1, end, x.size(1) - end).zero_();
   return y;
 }
 
-ConvolutionBackwardOutputs short_convolution_bwd_cpu(const at::Tensor& dy,
-                                                     const OptionalTensor& dstate,
-                                                     const at::Tensor& x, const at::Tensor& weight,
-                                                     const OptionalTensor& bias,
-                                                     const OptionalTensor& cache,
-                                                     const OptionalTensor& cu_seqlens) {
-  const auto shape = check_short_convolution_bwd(dy, dstate, x, weight, bias, cache, cu_seqlens);
-  const Sequences sequences("short_convolution_bwd", cu_seqlens, x.size(0), x.size(1));
-  const at::Tensor inputs = with_contiguous_channels(x), grads = with_contiguous_channels(dy);
-  const OptionalTensor before = contiguous(cache), of_state = contiguous(dstate);
+ConvolutionBackwardOutputs short_convolution_bwd_cpu(const ConvolutionBackwardArguments& a) {
+  const auto shape = check_short_convolution(a);
+  const at::Tensor &x = a.x, &weight = a.weight;
+  const OptionalTensor &bias = a.bias, &cache = a.cache;
+  const Sequences sequences("short_convolution_bwd", a.cu_seqlens, x.size(0), x.size(1));
+  const at::Tensor inputs = with_contiguous_channels(x), grads = with_contiguous_channels(a.dy);
+  const OptionalTensor before = contiguous(cache), of_state = contiguous(a.dstate);
   const auto not_asked_for = [&] { return at::empty({0}, x.options()); };
   at::Tensor dx = contiguous_like(x);
   at::Tensor dcache = given(cache) ? contiguous_like(*cache) : not_asked_for();
@@ -299,9 +284,8 @@ ConvolutionBackwardOutputs short_convolution_bwd_cpu(const at::Tensor& dy,
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
-  m.impl("short_convolution_fwd", short_convolution_fwd_cpu);
-  m.impl("short_convolution_bwd", short_convolution_bwd_cpu);
-  ConvolutionOnPool<run_on_pool>::register_in(m);
+  register_short_convolution<short_convolution_fwd_cpu, short_convolution_bwd_cpu,
+                             short_convolution_on_pool_cpu>(m);
 }
 
 }  // namespace gla_ext::cpu

@@ -10,7 +10,6 @@
 #include "dispatch/op.h"
 #include "dispatch/output.h"
 #include "dispatch/schema.h"
-#include "ops.h"
 
 namespace gla_ext {
 
@@ -92,63 +91,47 @@ ConvolutionShape check_convolution(const char* op, const NamedTensors& of_tokens
 
 }  // namespace
 
-ConvolutionShape check_short_convolution_fwd(const at::Tensor& x, const at::Tensor& weight,
-                                             const OptionalTensor& bias,
-                                             const OptionalTensor& cache,
-                                             const OptionalTensor& cu_seqlens) {
-  return check_convolution("ShortConvolution", {{"x", &x}}, {{"cache", where_given(cache)}}, weight,
-                           bias, cu_seqlens);
+ConvolutionShape check_short_convolution(const ConvolutionForwardArguments& a) {
+  return check_convolution("ShortConvolution", {{"x", &a.x}}, {{"cache", where_given(a.cache)}},
+                           a.weight, a.bias, a.cu_seqlens);
 }
 
-ConvolutionShape check_short_convolution_bwd(const at::Tensor& dy, const OptionalTensor& dstate,
-                                             const at::Tensor& x, const at::Tensor& weight,
-                                             const OptionalTensor& bias,
-                                             const OptionalTensor& cache,
-                                             const OptionalTensor& cu_seqlens) {
-  return check_convolution("short_convolution_bwd", {{"x", &x}, {"dy", &dy}},
-                           {{"cache", where_given(cache)}, {"dstate", where_given(dstate)}}, weight,
-                           bias, cu_seqlens);
+ConvolutionShape check_short_convolution(const ConvolutionBackwardArguments& a) {
+  return check_convolution("short_convolution_bwd", {{"x", &a.x}, {"dy", &a.dy}},
+                           {{"cache", where_given(a.cache)}, {"dstate", where_given(a.dstate)}},
+                           a.weight, a.bias, a.cu_seqlens);
 }
 
-ConvolutionShape check_short_convolution_pool(const at::Tensor& x, const at::Tensor& weight,
-                                              const OptionalTensor& bias,
-                                              const ConvolutionPoolInputs& pool) {
+ConvolutionShape check_short_convolution(const ConvolutionPoolArguments& a) {
   const ConvolutionShape shape =
-      check_convolution(kPoolOp, {{"x", &x}}, {}, weight, bias, pool.cu_seqlens);
-  const Checker check(kPoolOp, "x", x);
-  const at::Tensor& state = pool.state;
-  check.defined("state", state);
-  check.strided("state", state);
-  check.device("state", state);
-  check.like_first("state", state, x.scalar_type());
-  check.rank("state", state, 3, "[P, D, W]");
-  const c10::SymInt P = given(pool.slots) ? state.sym_size(0) : shape.N;
-  check.shape("state", state, "[P, D, W]", {P, shape.D, shape.W});
+      check_convolution(kPoolOp, {{"x", &a.x}}, {}, a.weight, a.bias, a.cu_seqlens);
+  const Checker check(kPoolOp, "x", a.x);
+  check.like("state", a.state);
+  check.rank("state", a.state, 3, "[P, D, W]");
+  const c10::SymInt P = given(a.slots) ? a.state.sym_size(0) : shape.N;
+  check.shape("state", a.state, "[P, D, W]", {P, shape.D, shape.W});
   const char* rows = shape.packed ? "[N]" : "[B]";
-  check.indices_of("slots", pool.slots, rows, shape.N);
-  check.indices_of("write_slots", pool.write_slots, rows, shape.N);
-  check.has_initial_state(pool.has_initial_state, rows, shape.N);
-  if (pool.out != nullptr)
-    check_out(check, *pool.out, x.scalar_type(), "[B, T, D]",
-              {x.sym_size(0), x.sym_size(1), x.sym_size(2)});
+  check.indices_of("slots", a.slots, rows, shape.N);
+  check.indices_of("write_slots", a.write_slots, rows, shape.N);
+  check.has_initial_state(a.has_initial_state, rows, shape.N);
+  if (a.out != nullptr)
+    check_out(check, *a.out, a.x.scalar_type(), "[B, T, D]", {shape.B, shape.T, shape.D});
   return shape;
 }
 
-void check_convolution_pool_layouts(const at::Tensor& x, const at::Tensor& weight,
-                                    const OptionalTensor& bias, const ConvolutionPoolInputs& pool) {
-  const at::Tensor& state = pool.state;
-  const auto sizes = state.sizes(), strides = state.strides();
+void check_convolution_pool_layouts(const ConvolutionPoolArguments& a) {
+  const auto sizes = a.state.sizes(), strides = a.state.strides();
   const bool contiguous =
       (sizes[2] == 1 || strides[2] == 1) && (sizes[1] == 1 || strides[1] == sizes[2]);
-  const bool apart = state.numel() == 0 || sizes[0] == 1 || strides[0] >= sizes[1] * sizes[2];
+  const bool apart = a.state.numel() == 0 || sizes[0] == 1 || strides[0] >= sizes[1] * sizes[2];
   TORCH_CHECK_VALUE(
       contiguous && apart, kPoolOp,
       ": expected each row of state to be contiguous and apart from the others, got sizes ", sizes,
       " with strides ", strides);
-  if (pool.out != nullptr)
+  if (a.out != nullptr)
     check_out_layout(
-        kPoolOp, *pool.out,
-        {{"x", &x}, {"weight", &weight}, {"bias", where_given(bias)}, {"state", &state}});
+        kPoolOp, *a.out,
+        {{"x", &a.x}, {"weight", &a.weight}, {"bias", where_given(a.bias)}, {"state", &a.state}});
 }
 
 at::Tensor with_contiguous_channels(const at::Tensor& t) {
@@ -162,49 +145,43 @@ TokenStrides token_strides(const at::Tensor& t) {
 namespace {
 
 // What they return while a graph is traced.
-ConvolutionForwardOutputs fwd_meta(const at::Tensor& x, const at::Tensor& weight,
-                                   const OptionalTensor& bias, const OptionalTensor& cache,
-                                   const OptionalTensor& cu_seqlens, bool output_state) {
-  const auto s = check_short_convolution_fwd(x, weight, bias, cache, cu_seqlens);
-  return {fresh(x), output_state ? empty({s.N, s.D, s.W}, x, x.scalar_type())
-                                 : empty({0}, x, x.scalar_type())};
+ConvolutionForwardOutputs fwd_meta(const ConvolutionForwardArguments& a) {
+  const auto s = check_short_convolution(a);
+  const Sizes state = a.output_state ? Sizes{s.N, s.D, s.W} : Sizes{0};
+  return {fresh(a.x), empty(state, a.x, a.x.scalar_type())};
 }
 
-ConvolutionBackwardOutputs bwd_meta(const at::Tensor& dy, const OptionalTensor& dstate,
-                                    const at::Tensor& x, const at::Tensor& weight,
-                                    const OptionalTensor& bias, const OptionalTensor& cache,
-                                    const OptionalTensor& cu_seqlens) {
-  check_short_convolution_bwd(dy, dstate, x, weight, bias, cache, cu_seqlens);
-  return {fresh(x), fresh(weight), given(bias) ? fresh(*bias) : empty({0}, x, x.scalar_type()),
-          given(cache) ? fresh(*cache) : empty({0}, x, x.scalar_type())};
+ConvolutionBackwardOutputs bwd_meta(const ConvolutionBackwardArguments& a) {
+  check_short_convolution(a);
+  const auto of = [&](const OptionalTensor& t) {
+    return given(t) ? fresh(*t) : empty({0}, a.x, a.x.scalar_type());
+  };
+  return {fresh(a.x), fresh(a.weight), of(a.bias), of(a.cache)};
 }
 
-at::Tensor on_pool_meta(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-                        const ConvolutionPoolInputs& pool) {
-  check_short_convolution_pool(x, weight, bias, pool);
-  return pool.out == nullptr ? fresh(x) : at::Tensor();
+at::Tensor on_pool_meta(const ConvolutionPoolArguments& a) {
+  check_short_convolution(a);
+  return a.out == nullptr ? fresh(a.x) : at::Tensor();
 }
 
 // Nothing but the inputs is saved. A bias and a cache that are absent have no gradient.
 struct ShortConvolution {
   static constexpr const char *fwd = "short_convolution_fwd", *bwd = "short_convolution_bwd";
 
-  static size_t setup_context(AutogradContext* ctx, const variable_list&, const at::Tensor& x,
-                              const at::Tensor& weight, const OptionalTensor& bias,
-                              const OptionalTensor& cache, const OptionalTensor& cu_seqlens,
-                              bool output_state) {
-    save(ctx, {x, weight, bias, cache, cu_seqlens});
-    return output_state ? 2 : 1;
+  static size_t setup_context(AutogradContext* ctx, const variable_list&,
+                              const ConvolutionForwardArguments& a) {
+    save(ctx, {a.x, a.weight, a.bias, a.cache, a.cu_seqlens});
+    return a.output_state ? 2 : 1;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &x = saved[0], &weight = saved[1], &bias = saved[2], &cache = saved[3];
-    const at::Tensor none, dy = grads[0].defined() ? grads[0] : at::zeros_like(x);
+    const at::Tensor dy = grads[0].defined() ? grads[0] : at::zeros_like(x);
     const OptionalTensor dstate = grads.size() > 1 ? or_absent(grads[1]) : std::nullopt;
     auto [dx, dweight, dbias, dcache] = short_convolution_bwd(
         dy, dstate, x, weight, or_absent(bias), or_absent(cache), or_absent(saved[4]));
-    return {dx, dweight, bias.defined() ? dbias : none, cache.defined() ? dcache : none};
+    return {dx, dweight, grad_of(bias, dbias), grad_of(cache, dcache)};
   }
 };
 
@@ -223,30 +200,22 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
          "short_convolution_bwd(Tensor dy, Tensor? dstate, Tensor x, Tensor weight, Tensor? bias, "
          "Tensor? cache, Tensor? cu_seqlens) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor "
          "dcache)");
-  const std::string on_pool =
-      "Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? slots, Tensor? "
-      "write_slots, Tensor? has_initial_state, Tensor? cu_seqlens";
-  define(m, "short_convolution_(" + on_pool + ") -> Tensor");
-  define(m, "short_convolution_.out(" + on_pool + ", *, Tensor(b!) out) -> ()");
+  define_with_out(m, "short_convolution_",
+                  "Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? slots, Tensor? "
+                  "write_slots, Tensor? has_initial_state, Tensor? cu_seqlens",
+                  'b');
+  in_place<short_convolution_, kPool>(m, "short_convolution_");
+  in_place<short_convolution_out, kPool>(m, "short_convolution_.out");
   refuse_vmap(m, {"short_convolution_", "short_convolution_.out"});
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
-  m.impl(ShortConvolution::fwd, fwd_meta);
-  m.impl(ShortConvolution::bwd, bwd_meta);
-  ConvolutionOnPool<on_pool_meta>::register_in(m);
+  register_short_convolution<fwd_meta, bwd_meta, on_pool_meta>(m);
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
   m.impl(ShortConvolution::fwd, Differentiable<short_convolution_fwd, ShortConvolution>::run);
   m.impl(ShortConvolution::bwd, DifferentiableOnce<short_convolution_bwd, ShortConvolution>::run);
-  m.impl("short_convolution_", InPlace<short_convolution_>::refuse<kPool>);
-  m.impl("short_convolution_.out", InPlace<short_convolution_out>::refuse<kPool>);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
-  m.impl("short_convolution_", InPlace<short_convolution_>::run_and_tell);
-  m.impl("short_convolution_.out", InPlace<short_convolution_out>::run_and_tell);
 }
 
 }  // namespace gla_ext

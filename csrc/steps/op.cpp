@@ -44,6 +44,8 @@ c10::SymInt last_dimension(const std::vector<StepTensor>& tensors, char which) {
 
 }  // namespace
 
+const at::Tensor& StepInputs::first() const { return *step_tensors(*this).front().t; }
+
 Shape check_step(const StepInputs& in) {
   const std::vector<StepTensor> tensors = step_tensors(in);
   const StepTensor& first = tensors.front();
@@ -81,8 +83,7 @@ Shape check_step(const StepInputs& in) {
   check.offsets(in.cu_seqlens, shape);
   for (const auto& [name, t] : {std::pair{"S", in.S}, std::pair{"dS", in.dS}}) {
     if (t == nullptr) continue;
-    check.strided(name, *t);
-    check.device(name, *t);
+    check.placed(name, *t);
     check.dtype(name, *t, shape.accumulate, "");
     check.shape(name, *t, "[B, NT, H, K, V]", {shape.B, shape.chunks, shape.H, shape.K, shape.V});
   }
@@ -99,81 +100,36 @@ void check_scale_given(const char* op, std::optional<double> scale) {
 // What they return while a graph is traced.
 namespace {
 
-at::Tensor chunk_states_like(const Shape& s, const at::Tensor& like, at::ScalarType dtype) {
-  return empty({s.B, s.chunks, s.H, s.K, s.V}, like, dtype);
-}
+struct TracedStep {
+  const StepInputs& in;
+  const Shape s;
 
-at::Tensor gate_cumsum_meta(const at::Tensor& g, const OptionalTensor& cu_seqlens) {
-  const Shape s = check_gate_cumsum(g, cu_seqlens);
-  return empty(g.sym_sizes(), g, s.accumulate);
-}
+  at::Tensor rows(const c10::SymInt& last) const {
+    return empty({s.B, s.T, s.H, last}, in.first(), s.accumulate);
+  }
+  TwoTensors states() const {
+    return {empty({s.B, s.chunks, s.H, s.K, s.V}, in.first(), s.accumulate),
+            boundary_state(s, in.first(), in.state_v_first)};
+  }
 
-std::tuple<at::Tensor, at::Tensor> chunk_states_meta(const at::Tensor& k, const at::Tensor& v,
-                                                     const at::Tensor& b,
-                                                     const OptionalTensor& initial_state,
-                                                     const OptionalTensor& cu_seqlens,
-                                                     bool state_v_first) {
-  const Shape s = check_chunk_states(k, v, b, initial_state, cu_seqlens, state_v_first);
-  return {chunk_states_like(s, k, s.accumulate), boundary_state(s, k, state_v_first)};
-}
+  at::Tensor gate_cumsum() const { return rows(s.K); }
+  TwoTensors chunk_states() const { return states(); }
+  at::Tensor scores_off_diagonal() const { return rows(kChunk); }
+  at::Tensor scores_diagonal() const { return rows(kSubChunk); }
+  at::Tensor output() const { return fresh(*in.v); }
+  TwoTensors state_grads() const { return states(); }
+  at::Tensor value_grads() const { return fresh(*in.d_o); }
+  at::Tensor score_grads() const { return rows(kChunk); }
+  ThreeTensors intra_grads() const { return {rows(s.K), rows(s.K), rows(s.K)}; }
+  ThreeTensors merge_grads() const { return {fresh(*in.q), fresh(*in.k), rows(s.K)}; }
+};
 
-at::Tensor scores_off_diagonal_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& b,
-                                    const OptionalTensor& cu_seqlens, std::optional<double>) {
-  const Shape s = check_scores("_scores_off_diagonal", q, k, b, cu_seqlens);
-  return empty({s.B, s.T, s.H, kChunk}, q, s.accumulate);
-}
-
-at::Tensor scores_diagonal_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& b,
-                                const OptionalTensor& cu_seqlens, std::optional<double>) {
-  const Shape s = check_scores("_scores_diagonal", q, k, b, cu_seqlens);
-  return empty({s.B, s.T, s.H, kSubChunk}, q, s.accumulate);
-}
-
-at::Tensor output_meta(const at::Tensor& q, const at::Tensor& v, const at::Tensor& b,
-                       const at::Tensor& A, const at::Tensor& A_diagonal, const at::Tensor& S,
-                       const OptionalTensor& cu_seqlens, std::optional<double>) {
-  check_output(q, v, b, A, A_diagonal, S, cu_seqlens);
-  return fresh(v);
-}
-
-std::tuple<at::Tensor, at::Tensor> state_grads_meta(const at::Tensor& q, const at::Tensor& d_o,
-                                                    const at::Tensor& b, const OptionalTensor& dht,
-                                                    const OptionalTensor& cu_seqlens,
-                                                    std::optional<double>, bool state_v_first) {
-  const Shape s = check_state_grads(q, d_o, b, dht, cu_seqlens, state_v_first);
-  return {chunk_states_like(s, q, s.accumulate), boundary_state(s, q, state_v_first)};
-}
-
-at::Tensor value_grads_meta(const at::Tensor& k, const at::Tensor& d_o, const at::Tensor& b,
-                            const at::Tensor& A, const at::Tensor& A_diagonal, const at::Tensor& dS,
-                            const OptionalTensor& cu_seqlens) {
-  check_value_grads(k, d_o, b, A, A_diagonal, dS, cu_seqlens);
-  return fresh(d_o);
-}
-
-at::Tensor score_grads_meta(const at::Tensor& d_o, const at::Tensor& v,
-                            const OptionalTensor& cu_seqlens, std::optional<double> scale) {
-  const Shape s = check_score_grads(d_o, v, cu_seqlens, scale);
-  return empty({s.B, s.T, s.H, kChunk}, v, s.accumulate);
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_grads_meta(const at::Tensor& q,
-                                                                const at::Tensor& k,
-                                                                const at::Tensor& b,
-                                                                const at::Tensor& dA,
-                                                                const OptionalTensor& cu_seqlens) {
-  check_intra_grads(q, k, b, dA, cu_seqlens);
-  return {fresh(b), fresh(b), fresh(b)};
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> merge_grads_meta(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& d_o,
-    const at::Tensor& b, const at::Tensor& S, const at::Tensor& dS, const at::Tensor& dq,
-    const at::Tensor& dk, const at::Tensor& dg, const OptionalTensor& cu_seqlens,
-    std::optional<double>) {
-  check_merge_grads(q, k, v, d_o, b, S, dS, dq, dk, dg, cu_seqlens);
-  return {fresh(q), fresh(k), fresh(b)};
-}
+struct Traced {
+  template <typename F>
+  static auto run(const StepInputs& in, const F& f) {
+    return f(TracedStep{in, check_step(in)});
+  }
+};
 
 constexpr char kInstead[] =
     "it has no gradient of its own, call gla_ext.chunk_gla, or this under torch.no_grad()";
@@ -210,18 +166,7 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
          "dk, Tensor dg)");
 }
 
-TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
-  m.impl("_gate_cumsum", gate_cumsum_meta);
-  m.impl("_chunk_states", chunk_states_meta);
-  m.impl("_scores_off_diagonal", scores_off_diagonal_meta);
-  m.impl("_scores_diagonal", scores_diagonal_meta);
-  m.impl("_output", output_meta);
-  m.impl("_state_grads", state_grads_meta);
-  m.impl("_value_grads", value_grads_meta);
-  m.impl("_score_grads", score_grads_meta);
-  m.impl("_intra_grads", intra_grads_meta);
-  m.impl("_merge_grads", merge_grads_meta);
-}
+TORCH_LIBRARY_IMPL(gla_ext, Meta, m) { StepsOn<Traced>::register_in(m); }
 
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
   without_gradient<kInstead>(

@@ -58,6 +58,8 @@ void check_swiglu_bwd(const at::Tensor& dy, const at::Tensor& gate, const at::Te
   check_inputs("swiglu_bwd", {{"gate", &gate}, {"up", &up}, {"dy", &dy}});
 }
 
+namespace {
+
 void check_swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
                          const OptionalTensor& bias) {
   const char* op = "swiglu_linear";
@@ -69,8 +71,6 @@ void check_swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at:
   check.shape("weight", weight, "[N, D]", {N, gate.sym_size(-1)});
   if (given(bias)) check.shape("bias", *bias, "[N]", {N});
 }
-
-namespace {
 
 // What they return while a graph is traced.
 at::Tensor fwd_meta(const at::Tensor& gate, const at::Tensor& up) {

@@ -7,7 +7,5 @@ namespace gla_ext {
 
 void check_swiglu_fwd(const at::Tensor& gate, const at::Tensor& up);
 void check_swiglu_bwd(const at::Tensor& dy, const at::Tensor& gate, const at::Tensor& up);
-void check_swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
-                         const OptionalTensor& bias);
 
 }  // namespace gla_ext

@@ -5,10 +5,8 @@
 #include <torch/library.h>
 
 #include "cpu/host/call.h"
-#include "cpu/host/plan.h"
 #include "cpu/host/pool_rows.h"
 #include "op.h"
-#include "steps/op.h"
 
 namespace gla_ext::cpu {
 namespace {
@@ -61,24 +59,14 @@ Checkpoints make_checkpoints(Call<T>& call, int64_t every, const at::Tensor& lik
   return found;
 }
 
-template <typename T>
-bool sweeps(const Call<T>& call) {
-  const auto& p = call.problem;
-  return make_plan({call.N, call.tokens, p.H, p.K, p.V, call.packed, /*backward=*/false},
-                   available_threads())
-             .mode == Mode::kSweep;
-}
-
 at::Tensor chunk_gla_on_pool_cpu(const PoolArguments& a) {
   const Shape shape = check_chunk_gla_on_pool(a);
   check_pool_layouts(a);
   return with_call("chunk_gla_", shape, a.cu_seqlens, a.scale, [&](auto& call) {
-    using T = typename std::remove_reference_t<decltype(call)>::Accumulate;
-    using P = Problem<T>;
+    using P = ProblemOf<decltype(call)>;
     const PoolRows rows(a.state, call.N, a.slots, a.write_slots, a.has_initial_state);
     call.problem.state_v_first = a.state_v_first;
-    call.inputs({{&P::q, a.q}, {&P::k, a.k}, {&P::v, a.v}});
-    call.gates(a.g, a.gv);
+    call.tokens_of(&a.q, a.k, a.v, a.g, a.gv);
     call.input_state(&P::h0, gather(a.state, rows.read, shape.accumulate));
     at::Tensor o;
     if (a.out != nullptr)
@@ -88,13 +76,7 @@ at::Tensor chunk_gla_on_pool_cpu(const PoolArguments& a) {
     const at::Tensor final_state = call.output_state(&P::ht, a.q);
     const Checkpoints kept = make_checkpoints(call, a.checkpoint_every, a.q);
     call.problem.first_checkpoint = kept.first.data();
-    if (sweeps(call)) {
-      call.run(kernels<T>().forward_sweep);
-    } else {
-      const at::Tensor S = call.output_chunk_states(a.q, chunk_states_dtype(a.q));
-      call.run(kernels<T>().state_pass);
-      call.run(kernels<T>().forward_chunk);
-    }
+    call.run_forward(a.q);
     for (const Sequence& s : call.sequences()) {
       if (rows.slots[s.n] < 0) o.select(0, s.row).narrow(0, s.start, s.length).zero_();
       if (rows.write[s.n] >= 0)
@@ -108,8 +90,8 @@ at::Tensor chunk_gla_on_pool_cpu(const PoolArguments& a) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
-  m.impl("chunk_gla_", positional<chunk_gla_on_pool_cpu>);
-  m.impl("chunk_gla_.out", positional_out<chunk_gla_on_pool_cpu>);
+  m.impl("chunk_gla_", by_arguments<chunk_gla_, chunk_gla_on_pool_cpu>);
+  m.impl("chunk_gla_.out", by_arguments<chunk_gla_out, chunk_gla_on_pool_cpu>);
 }
 
 }  // namespace gla_ext::cpu

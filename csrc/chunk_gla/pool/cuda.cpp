@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "common/head_gates.h"
+#include "common/tensors.h"
 #include "cuda/host/call.h"
 #include "cuda/host/tensors.h"
 #include "op.h"
@@ -33,22 +34,21 @@ StatePool pool_of(const at::Tensor& t) {
 
 // The tensors behind the pointers are held by `held`.
 PoolRows rows_of(const PoolArguments& a, std::vector<at::Tensor>& held) {
-  const auto hold = [&](const OptionalTensor& t) -> const void* {
-    return given(t) ? held.emplace_back(t->contiguous()).const_data_ptr() : nullptr;
-  };
-  const auto indices = [&](const OptionalTensor& t) -> Indices {
-    return {hold(t), given(t) && t->scalar_type() == at::kLong};
+  const auto hold = [&](const OptionalTensor& t) {
+    const OptionalTensor c = contiguous(t);
+    if (given(c)) held.push_back(*c);
+    return c;
   };
   PoolRows rows;
   rows.states = pool_of(a.state);
-  rows.slots = indices(a.slots);
-  rows.write_slots = indices(a.write_slots);
-  rows.has_initial = static_cast<const bool*>(hold(a.has_initial_state));
+  rows.slots = indices_of(hold(a.slots));
+  rows.write_slots = indices_of(hold(a.write_slots));
+  rows.has_initial = static_cast<const bool*>(data_of(hold(a.has_initial_state)));
   if (a.checkpoint_every == 0) return rows;
   rows.checkpoint_chunks = static_cast<int32_t>(a.checkpoint_every / kChunk);
   rows.checkpoints = given(a.checkpoints) ? pool_of(*a.checkpoints) : rows.states;
-  rows.checkpoint_slots = indices(a.checkpoint_slots);
-  rows.checkpoint_starts = indices(a.checkpoint_cu_starts);
+  rows.checkpoint_slots = indices_of(hold(a.checkpoint_slots));
+  rows.checkpoint_starts = indices_of(hold(a.checkpoint_cu_starts));
   rows.checkpoint_count =
       given(a.checkpoint_slots) ? a.checkpoint_slots->numel() : rows.checkpoints.rows;
   return rows;
@@ -138,8 +138,8 @@ at::Tensor chunk_gla_on_pool_cuda(const PoolArguments& a) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
-  m.impl("chunk_gla_", positional<chunk_gla_on_pool_cuda>);
-  m.impl("chunk_gla_.out", positional_out<chunk_gla_on_pool_cuda>);
+  m.impl("chunk_gla_", by_arguments<chunk_gla_, chunk_gla_on_pool_cuda>);
+  m.impl("chunk_gla_.out", by_arguments<chunk_gla_out, chunk_gla_on_pool_cuda>);
 }
 
 }  // namespace gla_ext::cuda

@@ -12,15 +12,13 @@
 namespace gla_ext {
 
 at::Tensor chunk_gla_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                      const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
-                      at::Tensor& state, const std::optional<at::Tensor>& slots,
-                      const std::optional<at::Tensor>& write_slots,
-                      const std::optional<at::Tensor>& has_initial_state,
-                      const std::optional<at::Tensor>& cu_seqlens, std::optional<double> scale,
-                      bool state_v_first, bool batch_invariant, int64_t checkpoint_every,
-                      const std::optional<at::Tensor>& checkpoints,
-                      const std::optional<at::Tensor>& checkpoint_slots,
-                      const std::optional<at::Tensor>& checkpoint_cu_starts) {
+                      const OptionalTensor& g, const OptionalTensor& gv, at::Tensor& state,
+                      const OptionalTensor& slots, const OptionalTensor& write_slots,
+                      const OptionalTensor& has_initial_state, const OptionalTensor& cu_seqlens,
+                      std::optional<double> scale, bool state_v_first, bool batch_invariant,
+                      int64_t checkpoint_every, const OptionalTensor& checkpoints,
+                      const OptionalTensor& checkpoint_slots,
+                      const OptionalTensor& checkpoint_cu_starts) {
   static const Op<decltype(chunk_gla_)> op("gla_ext::chunk_gla_");
   return op(q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens, scale,
             state_v_first, batch_invariant, checkpoint_every, checkpoints, checkpoint_slots,
@@ -28,15 +26,13 @@ at::Tensor chunk_gla_(const at::Tensor& q, const at::Tensor& k, const at::Tensor
 }
 
 void chunk_gla_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                   const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
-                   at::Tensor& state, const std::optional<at::Tensor>& slots,
-                   const std::optional<at::Tensor>& write_slots,
-                   const std::optional<at::Tensor>& has_initial_state,
-                   const std::optional<at::Tensor>& cu_seqlens, std::optional<double> scale,
-                   bool state_v_first, bool batch_invariant, int64_t checkpoint_every,
-                   const std::optional<at::Tensor>& checkpoints,
-                   const std::optional<at::Tensor>& checkpoint_slots,
-                   const std::optional<at::Tensor>& checkpoint_cu_starts, at::Tensor& out) {
+                   const OptionalTensor& g, const OptionalTensor& gv, at::Tensor& state,
+                   const OptionalTensor& slots, const OptionalTensor& write_slots,
+                   const OptionalTensor& has_initial_state, const OptionalTensor& cu_seqlens,
+                   std::optional<double> scale, bool state_v_first, bool batch_invariant,
+                   int64_t checkpoint_every, const OptionalTensor& checkpoints,
+                   const OptionalTensor& checkpoint_slots,
+                   const OptionalTensor& checkpoint_cu_starts, at::Tensor& out) {
   static const Op<decltype(chunk_gla_out)> op("gla_ext::chunk_gla_", "out");
   op(q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens, scale, state_v_first,
      batch_invariant, checkpoint_every, checkpoints, checkpoint_slots, checkpoint_cu_starts, out);
@@ -58,19 +54,6 @@ at::Tensor dispatch(const PoolArguments& a) {
 namespace {
 
 constexpr const char* kOp = "chunk_gla_";
-
-// States of fp32 inputs and shorter ones may be kept in any of these three; arithmetic is fp32.
-void check_states(const Checker& check, const char* name, const at::Tensor& t, const Shape& shape,
-                  const c10::SymInt& rows, const char* dims, bool v_first) {
-  check.strided(name, t);
-  check.device(name, t);
-  check.gate_dtype(name, t, shape.accumulate == at::kDouble);
-  check.rank(name, t, 4, dims);
-  if (v_first)
-    check.shape(name, t, dims, {rows, shape.H, shape.V, shape.K});
-  else
-    check.shape(name, t, dims, {rows, shape.H, shape.K, shape.V});
-}
 
 void check_checkpoints(const Checker& check, const PoolArguments& a, const Shape& shape) {
   const std::initializer_list<std::pair<const char*, const OptionalTensor&>> beside{
@@ -96,7 +79,7 @@ void check_checkpoints(const Checker& check, const PoolArguments& a, const Shape
     const at::Tensor& t = *a.checkpoints;
     const char* dims = a.state_v_first ? "[Q, H, V, K]" : "[Q, H, K, V]";
     check.rank("checkpoints", t, 4, dims);
-    check_states(check, "checkpoints", t, shape, t.sym_size(0), dims, a.state_v_first);
+    check.pool("checkpoints", t, shape, t.sym_size(0), dims, a.state_v_first);
   }
   if (given(a.checkpoint_slots)) {
     check.indices("checkpoint_slots", *a.checkpoint_slots, "[total]");
@@ -119,8 +102,8 @@ Shape check_chunk_gla_on_pool(const PoolArguments& a) {
   const char* dims = a.state_v_first ? "[P, H, V, K]" : "[P, H, K, V]";
   check.rank("state", a.state, 4, dims);
   const bool by_slots = given(a.slots);  // else sequence n has row n
-  check_states(check, "state", a.state, shape, by_slots ? a.state.sym_size(0) : shape.N, dims,
-               a.state_v_first);
+  check.pool("state", a.state, shape, by_slots ? a.state.sym_size(0) : shape.N, dims,
+             a.state_v_first);
   check.indices_of("slots", a.slots, "[N]", shape.N);
   check.indices_of("write_slots", a.write_slots, "[N]", shape.N);
   check.has_initial_state(a.has_initial_state, "[N]", shape.N);
@@ -133,16 +116,15 @@ Shape check_chunk_gla_on_pool(const PoolArguments& a) {
 void check_pool_layouts(const PoolArguments& a) {
   check_pool_layout(kOp, a.state, /*written=*/true);
   if (given(a.checkpoints)) check_pool_layout(kOp, *a.checkpoints, /*written=*/true, "checkpoints");
-  const auto of = [](const OptionalTensor& t) { return given(t) ? &*t : nullptr; };
   if (a.out != nullptr)
     check_out_layout(kOp, *a.out,
                      {{"q", &a.q},
                       {"k", &a.k},
                       {"v", &a.v},
-                      {"g", of(a.g)},
-                      {"gv", of(a.gv)},
+                      {"g", where_given(a.g)},
+                      {"gv", where_given(a.gv)},
                       {"state", &a.state},
-                      {"checkpoints", of(a.checkpoints)}});
+                      {"checkpoints", where_given(a.checkpoints)}});
 }
 
 namespace {
@@ -186,8 +168,8 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
-  m.impl("chunk_gla_", positional<chunk_gla_on_pool_meta>);
-  m.impl("chunk_gla_.out", positional_out<chunk_gla_on_pool_meta>);
+  m.impl("chunk_gla_", by_arguments<chunk_gla_, chunk_gla_on_pool_meta>);
+  m.impl("chunk_gla_.out", by_arguments<chunk_gla_out, chunk_gla_on_pool_meta>);
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
@@ -196,8 +178,8 @@ TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
-  m.impl("chunk_gla_", positional<run_chunks_and_tell>);
-  m.impl("chunk_gla_.out", positional_out<run_chunks_and_tell>);
+  m.impl("chunk_gla_", by_arguments<chunk_gla_, run_chunks_and_tell>);
+  m.impl("chunk_gla_.out", by_arguments<chunk_gla_out, run_chunks_and_tell>);
 }
 
 }  // namespace gla_ext

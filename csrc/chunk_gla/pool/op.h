@@ -16,7 +16,7 @@ struct PoolArguments {
   int64_t checkpoint_every;
   const OptionalTensor& checkpoints;
   const OptionalTensor &checkpoint_slots, &checkpoint_cu_starts;
-  at::Tensor* out = nullptr;  // [B, T, H, V], where o goes
+  Out out;  // [B, T, H, V], where o goes
 };
 
 // The operator, through the dispatcher.
@@ -28,33 +28,5 @@ Shape check_chunk_gla_on_pool(const PoolArguments& a);
 
 // For backends: the pool, the checkpoints and `out` are written where they lie.
 void check_pool_layouts(const PoolArguments& a);
-
-template <at::Tensor (*kernel)(const PoolArguments&)>
-at::Tensor positional(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                      const OptionalTensor& g, const OptionalTensor& gv, at::Tensor& state,
-                      const OptionalTensor& slots, const OptionalTensor& write_slots,
-                      const OptionalTensor& has_initial_state, const OptionalTensor& cu_seqlens,
-                      std::optional<double> scale, bool state_v_first, bool batch_invariant,
-                      int64_t checkpoint_every, const OptionalTensor& checkpoints,
-                      const OptionalTensor& checkpoint_slots,
-                      const OptionalTensor& checkpoint_cu_starts) {
-  return kernel({q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens, scale,
-                 state_v_first, batch_invariant, checkpoint_every, checkpoints, checkpoint_slots,
-                 checkpoint_cu_starts});
-}
-
-template <at::Tensor (*kernel)(const PoolArguments&)>
-void positional_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                    const OptionalTensor& g, const OptionalTensor& gv, at::Tensor& state,
-                    const OptionalTensor& slots, const OptionalTensor& write_slots,
-                    const OptionalTensor& has_initial_state, const OptionalTensor& cu_seqlens,
-                    std::optional<double> scale, bool state_v_first, bool batch_invariant,
-                    int64_t checkpoint_every, const OptionalTensor& checkpoints,
-                    const OptionalTensor& checkpoint_slots,
-                    const OptionalTensor& checkpoint_cu_starts, at::Tensor& out) {
-  kernel({q, k, v, g, gv, state, slots, write_slots, has_initial_state, cu_seqlens, scale,
-          state_v_first, batch_invariant, checkpoint_every, checkpoints, checkpoint_slots,
-          checkpoint_cu_starts, &out});
-}
 
 }  // namespace gla_ext

@@ -5,6 +5,8 @@
 
 #include "common/head_gates.h"
 #include "dispatch/checker.h"
+#include "plan.h"
+#include "steps/op.h"
 
 namespace gla_ext::cpu {
 
@@ -83,13 +85,17 @@ void Call<T>::inputs(std::initializer_list<Input> tensors) {
 }
 
 template <typename T>
-void Call<T>::gates(const OptionalTensor& g, const OptionalTensor& gv) {
-  if (given(g)) inputs({{&Problem<T>::g, over_channels(*g, problem.K)}});
-  if (given(gv)) inputs({{&Problem<T>::gv, *gv}});
+void Call<T>::tokens_of(const at::Tensor* q, const at::Tensor& k, const at::Tensor& v,
+                        const OptionalTensor& g, const OptionalTensor& gv) {
+  using P = Problem<T>;
+  if (q != nullptr) inputs({{&P::q, *q}});
+  inputs({{&P::k, k}, {&P::v, v}});
+  if (given(g)) inputs({{&P::g, over_channels(*g, problem.K)}});
+  if (given(gv)) inputs({{&P::gv, *gv}});
 }
 
 template <typename T>
-void Call<T>::input_state(const T* Problem<T>::* states, const OptionalTensor& t) {
+void Call<T>::input_state(const T* Problem<T>::*states, const OptionalTensor& t) {
   if (given(t)) problem.*states = keep(t->contiguous()).template const_data_ptr<T>();
 }
 
@@ -120,7 +126,7 @@ void Call<T>::clear_tail(const at::Tensor& t) const {
 }
 
 template <typename T>
-at::Tensor Call<T>::output(Rows Problem<T>::* rows, int64_t last_dim, const at::Tensor& like,
+at::Tensor Call<T>::output(Rows Problem<T>::*rows, int64_t last_dim, const at::Tensor& like,
                            at::ScalarType dtype) {
   at::Tensor t = rows_tensor(last_dim, like, dtype);
   problem.*rows = rows_of(t);
@@ -128,23 +134,24 @@ at::Tensor Call<T>::output(Rows Problem<T>::* rows, int64_t last_dim, const at::
 }
 
 template <typename T>
-void Call<T>::output_into(Rows Problem<T>::* rows, const at::Tensor& out) {
+void Call<T>::output_into(Rows Problem<T>::*rows, const at::Tensor& out) {
   clear_tail(out);
   problem.*rows = rows_of(out);
 }
 
 template <typename T>
-at::Tensor Call<T>::gate_grad(Rows Problem<T>::* rows, int64_t last_dim, const OptionalTensor& g,
+at::Tensor Call<T>::gate_grad(Rows Problem<T>::*rows, int64_t last_dim, const OptionalTensor& g,
                               const at::Tensor& like) {
-  if (given(g))
-    return output(rows, last_dim, *g, gate_grad_dtype(g, c10::CppTypeToScalarType<T>::value));
-  return at::empty({0}, like.options().dtype(c10::CppTypeToScalarType<T>::value));
+  const at::ScalarType accumulate = c10::CppTypeToScalarType<T>::value;
+  if (given(g)) return output(rows, last_dim, *g, gate_grad_dtype(g, accumulate));
+  return at::empty({0}, like.options().dtype(accumulate));
 }
 
 template <typename T>
-at::Tensor Call<T>::output_state(T* Problem<T>::* states, const at::Tensor& like) {
+at::Tensor Call<T>::output_state(T* Problem<T>::*states, const at::Tensor& like, bool asked_for) {
   const auto& p = problem;
   const auto options = like.options().dtype(c10::CppTypeToScalarType<T>::value);
+  if (!asked_for) return at::empty({0}, options);
   at::Tensor t = p.state_v_first ? at::empty({N, p.H, p.V, p.K}, options)
                                  : at::empty({N, p.H, p.K, p.V}, options);
   problem.*states = t.template mutable_data_ptr<T>();
@@ -152,10 +159,26 @@ at::Tensor Call<T>::output_state(T* Problem<T>::* states, const at::Tensor& like
 }
 
 template <typename T>
-at::Tensor Call<T>::output_chunk_states(const at::Tensor& like, at::ScalarType dtype) {
+BackwardOutputs Call<T>::gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const OptionalTensor& g, const OptionalTensor& gv,
+                                   const OptionalTensor& h0) {
+  using P = Problem<T>;
+  return {
+      output(&P::dq, problem.K, q, q.scalar_type()), output(&P::dk, problem.K, k, k.scalar_type()),
+      output(&P::dv, problem.V, v, v.scalar_type()), gate_grad(&P::dg, problem.K, g, q),
+      gate_grad(&P::dgv, problem.V, gv, q),          output_state(&P::dh0, q, given(h0))};
+}
+
+template <typename T>
+at::Tensor Call<T>::chunk_states(const at::Tensor& like, at::ScalarType dtype) const {
   const auto options = like.options().dtype(dtype);
   const std::vector<int64_t> sizes{B, chunks, problem.H, problem.K, problem.V};
-  at::Tensor t = packed ? at::zeros(sizes, options) : at::empty(sizes, options);
+  return packed ? at::zeros(sizes, options) : at::empty(sizes, options);
+}
+
+template <typename T>
+at::Tensor Call<T>::output_chunk_states(const at::Tensor& like, at::ScalarType dtype) {
+  at::Tensor t = chunk_states(like, dtype);
   problem.S = t.mutable_data_ptr();
   problem.S_dtype = dtype_of(dtype);
   return t;
@@ -163,11 +186,24 @@ at::Tensor Call<T>::output_chunk_states(const at::Tensor& like, at::ScalarType d
 
 template <typename T>
 at::Tensor Call<T>::output_chunk_state_grads(const at::Tensor& like) {
-  const auto options = like.options().dtype(c10::CppTypeToScalarType<T>::value);
-  const std::vector<int64_t> sizes{B, chunks, problem.H, problem.K, problem.V};
-  at::Tensor t = packed ? at::zeros(sizes, options) : at::empty(sizes, options);
+  at::Tensor t = chunk_states(like, c10::CppTypeToScalarType<T>::value);
   problem.dS = t.template mutable_data_ptr<T>();
   return t;
+}
+
+template <typename T>
+bool Call<T>::sweeps(bool backward) const {
+  const auto& p = problem;
+  return make_plan({N, tokens, p.H, p.K, p.V, packed, backward}, available_threads()).mode ==
+         Mode::kSweep;
+}
+
+template <typename T>
+void Call<T>::run_forward(const at::Tensor& q) {
+  if (sweeps(/*backward=*/false)) return run(kernels<T>().forward_sweep);
+  const at::Tensor S = output_chunk_states(q, chunk_states_dtype(q));
+  run(kernels<T>().state_pass);
+  run(kernels<T>().forward_chunk);
 }
 
 template <typename T>

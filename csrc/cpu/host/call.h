@@ -18,8 +18,6 @@ DType dtype_of(at::ScalarType t);
 template <typename T>
 class Call {
  public:
-  using Accumulate = T;
-
   Call(const char* op, const Shape& shape, const OptionalTensor& cu_seqlens,
        std::optional<double> scale);
 
@@ -29,33 +27,42 @@ class Call {
 
   // [B, T, H, D] inputs, or with a divisor of H as their heads, each with the field it fills.
   struct Input {
-    Rows Problem<T>::* rows;
+    Rows Problem<T>::*rows;
     const at::Tensor& tensor;
   };
   void inputs(std::initializer_list<Input> tensors);
-  // Those that are there.
-  void gates(const OptionalTensor& g, const OptionalTensor& gv);
-  void input_state(const T* Problem<T>::* states, const OptionalTensor& t);
+  // The same of q, unless it is null, k, v and the gates that are there.
+  void tokens_of(const at::Tensor* q, const at::Tensor& k, const at::Tensor& v,
+                 const OptionalTensor& g, const OptionalTensor& gv);
+  void input_state(const T* Problem<T>::*states, const OptionalTensor& t);
   void input_chunk_states(const at::Tensor& S);
   void input_chunk_state_grads(const at::Tensor& dS);
 
   // Fresh outputs. Tokens and chunks that no sequence owns are zero.
-  at::Tensor output(Rows Problem<T>::* rows, int64_t last_dim, const at::Tensor& like,
+  at::Tensor output(Rows Problem<T>::*rows, int64_t last_dim, const at::Tensor& like,
                     at::ScalarType dtype);
   // One that the caller gave, whose last dimension is contiguous.
-  void output_into(Rows Problem<T>::* rows, const at::Tensor& out);
-  // The gradient of a gate; 0 elements where the gate is absent.
-  at::Tensor gate_grad(Rows Problem<T>::* rows, int64_t last_dim, const OptionalTensor& g,
-                       const at::Tensor& like);
-  at::Tensor output_state(T* Problem<T>::* states, const at::Tensor& like);
+  void output_into(Rows Problem<T>::*rows, const at::Tensor& out);
+  // 0 elements unless asked for.
+  at::Tensor output_state(T* Problem<T>::*states, const at::Tensor& like, bool asked_for = true);
+  // dq, dk, dv, dg, dgv and dh0, of H heads; 0 elements where the input is absent.
+  BackwardOutputs gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const OptionalTensor& g, const OptionalTensor& gv,
+                            const OptionalTensor& h0);
   at::Tensor output_chunk_states(const at::Tensor& like, at::ScalarType dtype);
   at::Tensor output_chunk_state_grads(const at::Tensor& like);
 
   void run(typename Kernels<T>::SequenceTask task, bool states_behind_workspace = false) const;
   void run(typename Kernels<T>::ChunkTask task) const;
+  // Forward of all chunks, as the plan for this call says.
+  void run_forward(const at::Tensor& q);
+  bool sweeps(bool backward) const;
   const std::vector<Sequence>& sequences() const { return sequences_; }
 
  private:
+  at::Tensor gate_grad(Rows Problem<T>::*rows, int64_t last_dim, const OptionalTensor& g,
+                       const at::Tensor& like);
+  at::Tensor chunk_states(const at::Tensor& like, at::ScalarType dtype) const;
   at::Tensor rows_tensor(int64_t last_dim, const at::Tensor& like, at::ScalarType dtype) const;
   void clear_tail(const at::Tensor& t) const;  // the tokens after every packed sequence
   const at::Tensor& keep(at::Tensor t);
@@ -66,6 +73,10 @@ class Call {
 
 extern template class Call<float>;
 extern template class Call<double>;
+
+// The Problem of a Call that a generic lambda takes; its Accumulate is T.
+template <class Call>
+using ProblemOf = std::decay_t<decltype(std::declval<Call>().problem)>;
 
 // f(float{}), or for fp64 inputs f(double{}).
 template <typename F>

@@ -45,6 +45,8 @@ struct Chunk {
 // or double for fp64 inputs.
 template <typename T>
 struct Problem {
+  using Accumulate = T;
+
   int64_t H = 0, K = 0, V = 0;
   T scale = 1;
   // bf16 inputs: the operands of matrix products are rounded to bf16, as a tensor core takes them.

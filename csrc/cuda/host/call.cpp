@@ -12,7 +12,7 @@
 
 #include "common/head_gates.h"
 #include "dispatch/checker.h"
-#include "launch_table.h"
+#include "launchers.h"
 #include "plan_inputs.h"
 #include "tensors.h"
 
@@ -248,89 +248,53 @@ void Call::place(const Workspace& w, const at::Tensor& memory) {
   place(w, static_cast<char*>(const_cast<void*>(memory.const_data_ptr())));
 }
 
+// Each of its buffers to the field that the kernels read.
 void Call::place(const Workspace& w, char* base) {
-  for (int i = 0; i < kBuffers; ++i) {
-    const auto buffer = static_cast<Buffer>(i);
-    if (w.has(buffer)) place(buffer, base + w.start(buffer));
-  }
-}
-
-void Call::place(Buffer buffer, char* start) {
   Problem &p = problem, &v = value_side;
   const DType short_type = intermediate_dtype(p.dtype), fp32 = DType::kFloat;
-  const auto pointer = [&](auto*& field) {
-    field = reinterpret_cast<std::remove_reference_t<decltype(field)>>(start);
+  const auto pointer = [&](Buffer buffer, auto*& field) {
+    using Pointer = std::remove_reference_t<decltype(field)>;
+    if (w.has(buffer)) field = reinterpret_cast<Pointer>(base + w.start(buffer));
   };
-  const auto states = [&](void*& field, DType& dtype) {
-    field = start;
-    dtype = short_type;
+  const auto states = [&](Buffer buffer, void*& field, DType& dtype) {
+    pointer(buffer, field);
+    if (w.has(buffer)) dtype = short_type;
   };
-  const auto rows = [&](Rows& field, int64_t last_dim, DType dtype) {
-    field = rows_in(start, last_dim, dtype);
+  const auto rows = [&](Buffer buffer, Rows& field, int64_t last_dim, DType dtype) {
+    if (w.has(buffer)) field = rows_in(base + w.start(buffer), last_dim, dtype);
   };
-  switch (buffer) {
-    case Buffer::kSequences:
-      return pointer(p.grid.sequences);
-    case Buffer::kChunkSlots:
-      return pointer(p.grid.chunk_slots);
-    case Buffer::kByLastSegment:
-      return pointer(p.grid.by_last_segment);
-    case Buffer::kCutSequences:
-      return pointer(p.cut_sequences);
-    case Buffer::kTotals:
-      return pointer(p.grid.totals);
-    case Buffer::kTiers:
-      return pointer(p.tiers);
-    case Buffer::kB:
-      return rows(p.b, p.K, fp32);
-    case Buffer::kBSuffix:
-      return rows(p.b_suffix, p.K, fp32);
-    case Buffer::kNoDecay:
-      p.b = rows_of(start, fp32, {1, 1, 1}, {0, 0, 0});
-      return;
-    case Buffer::kA:
-      return rows(p.A, kChunk, short_type);
-    case Buffer::kDA:
-      return rows(p.dA, kChunk, short_type);
-    case Buffer::kS:
-      return states(p.S, p.S_dtype);
-    case Buffer::kDS:
-      return states(p.dS, p.dS_dtype);
-    case Buffer::kDqIntra:
-      return rows(p.dq_intra, p.K, fp32);
-    case Buffer::kDkIntra:
-      return rows(p.dk_intra, p.K, fp32);
-    case Buffer::kDgIntra:
-      return rows(p.dg_intra, p.K, fp32);
-    case Buffer::kBv:
-      return rows(v.b, p.V, fp32);
-    case Buffer::kBvSuffix:
-      return rows(v.b_suffix, p.V, fp32);
-    case Buffer::kValueTiers:
-      return pointer(v.tiers);
-    case Buffer::kVOut:
-      return rows(p.v, p.V, short_type);
-    case Buffer::kDoIn:
-      return rows(p.d_o, p.V, short_type);
-    case Buffer::kOIntra:
-      return rows(v.dq_intra, p.V, fp32);
-    case Buffer::kDvIntra:
-      return rows(v.dk_intra, p.V, fp32);
-    case Buffer::kDgvIntra:
-      return rows(v.dg_intra, p.V, fp32);
-    case Buffer::kSegmentStates:
-      return pointer(p.segment_states);
-    case Buffer::kSegmentStateGrads:
-      return pointer(p.segment_state_grads);
-    case Buffer::kSegmentDecays:
-      return pointer(p.segment_decays);
-    case Buffer::kPrepared:
-      return pointer(p.prepared);
-    case Buffer::kSummaries:
-      return pointer(p.summaries);
-    case Buffer::kSummaryGrads:
-      return pointer(p.summary_grads);
-  }
+  static_assert(kBuffers == 30, "each has its line below");
+  pointer(Buffer::kSequences, p.grid.sequences);
+  pointer(Buffer::kChunkSlots, p.grid.chunk_slots);
+  pointer(Buffer::kByLastSegment, p.grid.by_last_segment);
+  pointer(Buffer::kCutSequences, p.cut_sequences);
+  pointer(Buffer::kTotals, p.grid.totals);
+  pointer(Buffer::kTiers, p.tiers);
+  rows(Buffer::kB, p.b, p.K, fp32);
+  rows(Buffer::kBSuffix, p.b_suffix, p.K, fp32);
+  if (w.has(Buffer::kNoDecay))
+    p.b = rows_of(base + w.start(Buffer::kNoDecay), fp32, {1, 1, 1}, {0, 0, 0});
+  rows(Buffer::kA, p.A, kChunk, short_type);
+  rows(Buffer::kDA, p.dA, kChunk, short_type);
+  states(Buffer::kS, p.S, p.S_dtype);
+  states(Buffer::kDS, p.dS, p.dS_dtype);
+  rows(Buffer::kDqIntra, p.dq_intra, p.K, fp32);
+  rows(Buffer::kDkIntra, p.dk_intra, p.K, fp32);
+  rows(Buffer::kDgIntra, p.dg_intra, p.K, fp32);
+  rows(Buffer::kBv, v.b, p.V, fp32);
+  rows(Buffer::kBvSuffix, v.b_suffix, p.V, fp32);
+  pointer(Buffer::kValueTiers, v.tiers);
+  rows(Buffer::kVOut, p.v, p.V, short_type);
+  rows(Buffer::kDoIn, p.d_o, p.V, short_type);
+  rows(Buffer::kOIntra, v.dq_intra, p.V, fp32);
+  rows(Buffer::kDvIntra, v.dk_intra, p.V, fp32);
+  rows(Buffer::kDgvIntra, v.dg_intra, p.V, fp32);
+  pointer(Buffer::kSegmentStates, p.segment_states);
+  pointer(Buffer::kSegmentStateGrads, p.segment_state_grads);
+  pointer(Buffer::kSegmentDecays, p.segment_decays);
+  pointer(Buffer::kPrepared, p.prepared);
+  pointer(Buffer::kSummaries, p.summaries);
+  pointer(Buffer::kSummaryGrads, p.summary_grads);
 }
 
 Rows Call::rows_in(char* part, int64_t last_dim, DType dtype) const {

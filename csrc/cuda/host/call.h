@@ -75,7 +75,6 @@ class Call {
   void start(const PassPlan& pass);
   void place(const Workspace& workspace, const at::Tensor& memory);
   void place(const Workspace& workspace, char* base);
-  void place(Buffer buffer, char* start);
   void clear_decays();
   void spread_head_gate();
   Rows rows_in(char* part, int64_t last_dim, DType dtype) const;

@@ -1,5 +1,4 @@
-#include "launch_table.h"
-
+// From a kernel of the plan to the function that launches it.
 #include "cuda/sm90/head_gates/head_gates.h"
 #include "cuda/sm90/sm90.h"
 #include "launchers.h"

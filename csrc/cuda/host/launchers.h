@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "cuda/plan/kernels.h"
 #include "params.h"
 
 namespace gla_ext::cuda {
@@ -62,5 +63,9 @@ void launch_value_gated_output(const Problem& p, const Problem& value_side, cuda
 // What merge_grads reads of both sides -> dq, dk, dg where it is there; and dv, dgv
 void launch_merge_key_grads(const Problem& p, const Problem& value_side, cudaStream_t stream);
 void launch_merge_value_grads(const Problem& p, const Problem& value_side, cudaStream_t stream);
+
+// Any of these and of the fused path's. `p` as the kernel's side sees the call, `value_side` as its
+// values do.
+void launch(Kernel kernel, const Problem& p, const Problem& value_side, cudaStream_t stream);
 
 }  // namespace gla_ext::cuda

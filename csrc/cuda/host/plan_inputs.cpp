@@ -13,7 +13,6 @@
 #include "chunk_gla/for_backward.h"
 #include "common/head_gates.h"
 #include "cuda/sm90/sm90.h"
-#include "sm90_built.h"
 #include "tensors.h"
 
 namespace gla_ext::cuda {

@@ -5,11 +5,8 @@
 #include "cuda/plan/plan.h"
 
 namespace gla_ext::cuda {
-namespace {
 
 constexpr int64_t kLoadBytes = 16;  // what one aligned load takes
-
-}  // namespace
 
 DType dtype_of(at::ScalarType t) {
   switch (t) {

@@ -20,6 +20,12 @@ Rows rows_of(void* data, DType dtype, at::IntArrayRef sizes, at::IntArrayRef str
 Rows rows_of(const at::Tensor& t);
 bool has_contiguous_rows(const at::Tensor& t);
 
+// Contiguous indices, which the caller holds.
+inline Indices indices_of(const OptionalTensor& t) {
+  if (!given(t)) return {};
+  return {t->const_data_ptr(), t->scalar_type() == at::kLong};
+}
+
 // Lets H heads read those of `rows`, `heads` in number, a divisor of H.
 void share_heads(const char* op, Rows& rows, int64_t heads, int64_t H);
 

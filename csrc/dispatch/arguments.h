@@ -1,0 +1,35 @@
+// An operator's arguments by name: a struct with a member for each, in the order of the schema. A
+// kernel that takes it is registered as by_arguments<call, kernel>, `call` being the operator's
+// function in ops.h, or null of its type.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <type_traits>
+
+namespace gla_ext {
+
+// Where the form of an operator that takes `out` writes; null in the other form. The last member.
+struct Out {
+  Out() = default;
+  Out(at::Tensor& t) : tensor(&t) {}
+  operator at::Tensor*() const { return tensor; }
+  at::Tensor* operator->() const { return tensor; }
+
+  at::Tensor* tensor = nullptr;
+};
+
+template <class Call, auto kernel>
+struct ByArguments;
+
+// What the kernel returns is dropped where the operator returns nothing.
+template <typename Result, typename... Args, typename Found, class Arguments,
+          Found (*kernel)(const Arguments&)>
+struct ByArguments<Result (*)(Args...), kernel> {
+  static Result run(Args... args) { return static_cast<Result>(kernel(Arguments{args...})); }
+};
+
+template <auto call, auto kernel>
+constexpr auto by_arguments = &ByArguments<decltype(call), kernel>::run;
+
+}  // namespace gla_ext
