@@ -68,7 +68,7 @@ class GateProjectionTasks {
 
   int64_t padded_width() const { return padded(p.width); }
   int64_t tasks() const { return (p.rows + p.rows_per_task - 1) / p.rows_per_task; }
-  void run(typename GateProjectionKernels<T>::Task GateProjectionKernels<T>::*task) const {
+  void run(typename GateProjectionKernels<T>::Task GateProjectionKernels<T>::* task) const {
     const auto& kernels = KernelTables<GateProjectionKernels<T>>::in_use();
     for_each_task<T>(tasks(), kernels.workspace_size(p.rank, p.width),
                      [&](T* workspace, int64_t i) { (kernels.*task)(p, workspace, i); });

@@ -77,7 +77,7 @@ class NormTasks {
 
  private:
   int64_t padded_width() const { return padded(p.width); }
-  void run(typename NormKernels<T>::Task NormKernels<T>::*task) const {
+  void run(typename NormKernels<T>::Task NormKernels<T>::* task) const {
     const auto& kernels = KernelTables<NormKernels<T>>::in_use();
     for_each_task<T>(tasks(), kernels.workspace_size(p.width),
                      [&](T* workspace, int64_t i) { (kernels.*task)(p, workspace, i); });

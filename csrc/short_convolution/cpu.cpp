@@ -170,7 +170,7 @@ class ConvolutionTasks {
  private:
   int64_t padded_width() const { return padded(p.D); }
   int64_t runs() const { return divide_up(sequences_.tokens(), run_tokens_); }
-  void run(typename ConvolutionKernels<T>::Task ConvolutionKernels<T>::*task) const {
+  void run(typename ConvolutionKernels<T>::Task ConvolutionKernels<T>::* task) const {
     const auto& kernels = KernelTables<ConvolutionKernels<T>>::in_use();
     const int64_t parts = divide_up(p.D, kChannels);
     const int64_t workspace = kernels.workspace_size(p.W, std::min(p.D, kChannels));

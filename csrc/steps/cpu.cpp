@@ -61,7 +61,7 @@ class Step {
   int64_t K() const { return call_.problem.K; }
   int64_t V() const { return call_.problem.V; }
   // An output, of the dtype of `like` or an intermediate.
-  at::Tensor rows(Rows P::*rows, int64_t last_dim, const at::Tensor* like = nullptr) {
+  at::Tensor rows(Rows P::* rows, int64_t last_dim, const at::Tensor* like = nullptr) {
     return call_.output(rows, last_dim, like_, like == nullptr ? kAccumulate : like->scalar_type());
   }
   // The outputs, once the task has filled them.

@@ -95,7 +95,7 @@ void Call<T>::tokens_of(const at::Tensor* q, const at::Tensor& k, const at::Tens
 }
 
 template <typename T>
-void Call<T>::input_state(const T* Problem<T>::*states, const OptionalTensor& t) {
+void Call<T>::input_state(const T* Problem<T>::* states, const OptionalTensor& t) {
   if (given(t)) problem.*states = keep(t->contiguous()).template const_data_ptr<T>();
 }
 
@@ -126,7 +126,7 @@ void Call<T>::clear_tail(const at::Tensor& t) const {
 }
 
 template <typename T>
-at::Tensor Call<T>::output(Rows Problem<T>::*rows, int64_t last_dim, const at::Tensor& like,
+at::Tensor Call<T>::output(Rows Problem<T>::* rows, int64_t last_dim, const at::Tensor& like,
                            at::ScalarType dtype) {
   at::Tensor t = rows_tensor(last_dim, like, dtype);
   problem.*rows = rows_of(t);
@@ -134,13 +134,13 @@ at::Tensor Call<T>::output(Rows Problem<T>::*rows, int64_t last_dim, const at::T
 }
 
 template <typename T>
-void Call<T>::output_into(Rows Problem<T>::*rows, const at::Tensor& out) {
+void Call<T>::output_into(Rows Problem<T>::* rows, const at::Tensor& out) {
   clear_tail(out);
   problem.*rows = rows_of(out);
 }
 
 template <typename T>
-at::Tensor Call<T>::gate_grad(Rows Problem<T>::*rows, int64_t last_dim, const OptionalTensor& g,
+at::Tensor Call<T>::gate_grad(Rows Problem<T>::* rows, int64_t last_dim, const OptionalTensor& g,
                               const at::Tensor& like) {
   const at::ScalarType accumulate = c10::CppTypeToScalarType<T>::value;
   if (given(g)) return output(rows, last_dim, *g, gate_grad_dtype(g, accumulate));
@@ -148,7 +148,7 @@ at::Tensor Call<T>::gate_grad(Rows Problem<T>::*rows, int64_t last_dim, const Op
 }
 
 template <typename T>
-at::Tensor Call<T>::output_state(T* Problem<T>::*states, const at::Tensor& like, bool asked_for) {
+at::Tensor Call<T>::output_state(T* Problem<T>::* states, const at::Tensor& like, bool asked_for) {
   const auto& p = problem;
   const auto options = like.options().dtype(c10::CppTypeToScalarType<T>::value);
   if (!asked_for) return at::empty({0}, options);

@@ -27,24 +27,24 @@ class Call {
 
   // [B, T, H, D] inputs, or with a divisor of H as their heads, each with the field it fills.
   struct Input {
-    Rows Problem<T>::*rows;
+    Rows Problem<T>::* rows;
     const at::Tensor& tensor;
   };
   void inputs(std::initializer_list<Input> tensors);
   // The same of q, unless it is null, k, v and the gates that are there.
   void tokens_of(const at::Tensor* q, const at::Tensor& k, const at::Tensor& v,
                  const OptionalTensor& g, const OptionalTensor& gv);
-  void input_state(const T* Problem<T>::*states, const OptionalTensor& t);
+  void input_state(const T* Problem<T>::* states, const OptionalTensor& t);
   void input_chunk_states(const at::Tensor& S);
   void input_chunk_state_grads(const at::Tensor& dS);
 
   // Fresh outputs. Tokens and chunks that no sequence owns are zero.
-  at::Tensor output(Rows Problem<T>::*rows, int64_t last_dim, const at::Tensor& like,
+  at::Tensor output(Rows Problem<T>::* rows, int64_t last_dim, const at::Tensor& like,
                     at::ScalarType dtype);
   // One that the caller gave, whose last dimension is contiguous.
-  void output_into(Rows Problem<T>::*rows, const at::Tensor& out);
+  void output_into(Rows Problem<T>::* rows, const at::Tensor& out);
   // 0 elements unless asked for.
-  at::Tensor output_state(T* Problem<T>::*states, const at::Tensor& like, bool asked_for = true);
+  at::Tensor output_state(T* Problem<T>::* states, const at::Tensor& like, bool asked_for = true);
   // dq, dk, dv, dg, dgv and dh0, of H heads; 0 elements where the input is absent.
   BackwardOutputs gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const OptionalTensor& g, const OptionalTensor& gv,
@@ -60,7 +60,7 @@ class Call {
   const std::vector<Sequence>& sequences() const { return sequences_; }
 
  private:
-  at::Tensor gate_grad(Rows Problem<T>::*rows, int64_t last_dim, const OptionalTensor& g,
+  at::Tensor gate_grad(Rows Problem<T>::* rows, int64_t last_dim, const OptionalTensor& g,
                        const at::Tensor& like);
   at::Tensor chunk_states(const at::Tensor& like, at::ScalarType dtype) const;
   at::Tensor rows_tensor(int64_t last_dim, const at::Tensor& like, at::ScalarType dtype) const;
