@@ -44,7 +44,7 @@ def code(path: str) -> str:
 # Rooms: an operator's folder in csrc and its file in gla_ext/ops. With the folders of chunk_gla's
 # kernels, and how many files outside may say its name.
 ROOMS = {
-    "chunk_gla": (["csrc/chunk_gla", "csrc/cpu", "csrc/cuda"], ["chunk.py", "pool.py"], 13),
+    "chunk_gla": (["csrc/chunk_gla", "csrc/cpu", "csrc/cuda"], ["chunk.py", "pool.py"], 14),
     "recurrent_gla": (["csrc/recurrent_gla"], ["recurrent.py"], 5),
     "short_convolution": (["csrc/short_convolution"], ["short_convolution.py"], 7),
     "rms_norm": (["csrc/rms_norm"], ["rms_norm.py"], 6),
@@ -149,7 +149,7 @@ def test_few_files_branch_on_a_context_or_on_batch_invariance():
     found = {path: lines for path, lines in found.items() if lines}
     for path, lines in found.items():
         print(f"{path}: {lines}")
-    assert len(found) <= 4, found
+    assert len(found) <= 5, found
 
 
 # Arrows.
