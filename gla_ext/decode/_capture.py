@@ -138,20 +138,23 @@ class Graph:
 _streams: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = weakref.WeakKeyDictionary()
 
 
+@functools.cache
+def _own_streams(device: int) -> tuple[torch.cuda.Stream, ...]:
+    """All of torch's streams of high priority, which it has whether anybody uses them or not."""
+    return tuple(torch.cuda.Stream(device, priority=-1) for _ in range(STREAMS))
+
+
 def own_stream() -> torch.cuda.Stream:
-    """A stream to warm up and capture on, one on which no graph that is there was recorded, of the
-    first STREAMS.
+    """A stream of the current device to warm up and capture on: the first on which no graph that is
+    there was recorded.
 
     It is none that other threads work on, whose work would be captured: of the default priority
-    torch's streams are shared, the next one after STREAMS is the first again. And cuBLAS has a
-    workspace for each thread and stream, which a graph goes on using wherever it is replayed.
+    torch's streams are shared. And cuBLAS has a workspace for each thread and stream, 32 MiB on
+    Hopper, which a graph goes on using wherever it is replayed and which stays when the graph goes:
+    always the first, or 32 calls that each capture a graph would leave 1 GiB.
     """
-    taken = set(_streams.values())
-    for _ in range(STREAMS):
-        stream = torch.cuda.Stream(priority=-1)
-        if stream.cuda_stream not in taken:
-            break
-    return stream
+    streams, taken = _own_streams(torch.cuda.current_device()), set(_streams.values())
+    return next((s for s in streams if s.cuda_stream not in taken), streams[0])
 
 
 def wait_for_replays(device: torch.device) -> None:

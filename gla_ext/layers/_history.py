@@ -143,15 +143,17 @@ class History:
     def __init__(self, layer: Any, cache: Any | None, use_cache: bool | None, context: Any) -> None:
         if layer.mode == "fused_recurrent":
             refuse_context(context, _NO_RECURRENCE)
-        self._cache, self._layer_idx, self.cp_context = cache, layer.layer_idx, context
+        self._cache, self.cp_context = cache, context
+        # Not read without a cache: compiled blocks would each have a graph for their own index.
+        self._layer_idx = None if cache is None else layer.layer_idx
         self.wants_state = bool(use_cache)
         self.in_place = self.wants_state and getattr(cache, "in_place", False)
         self.pool = self.slots = self.state = self.conv_state = None
         if self.in_place:
             self.slots = getattr(cache, "slots", None)
             if layer.mode != "fused_recurrent" and not torch.is_grad_enabled():
-                self.pool = cache.prompt_rows(layer.layer_idx)
-        entry = entry_of(cache, layer.layer_idx)
+                self.pool = cache.prompt_rows(self._layer_idx)
+        entry = entry_of(cache, self._layer_idx)
         if entry is not None:
             # A prompt's entry copies what is asked for.
             self.state = entry["recurrent_state"] if self.pool is None else None

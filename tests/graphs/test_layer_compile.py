@@ -11,7 +11,7 @@ import pytest
 import torch
 from common import assert_close
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from models import EVERY, make_layer, make_x
+from models import EVERY, make_ids, make_layer, make_model, make_x
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -123,6 +123,22 @@ def test_compiles_whole_once_for_many_lengths(kind, options):
         for got, wanted in pairs:
             assert_close(got, wanted, 1e-6)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    ("attn", "graphs"),
+    [(None, 2), ({"layers": [3, 7], "num_heads": 2}, 3)],
+    ids=["gla", "hybrid"],
+)
+def test_blocks_of_a_kind_share_a_graph(attn, graphs):
+    """The first has no residual. A graph a block would be more than torch allows, eight."""
+    model = make_model(num_hidden_layers=10, attn=attn).train()
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model.model.layers:
+        block.compile(fullgraph=True, dynamic=False, backend=counter)
+    ids = make_ids()
+    model(ids, labels=ids).loss.backward()
+    assert counter.frame_count == graphs
 
 
 def kernels(function, *inputs):
