@@ -20,13 +20,6 @@ namespace CPU_CAPABILITY {
 
 inline int64_t cross_entropy_workspace(int64_t V) { return 2 * padded(V); }
 
-// f(row) for the rows of a task.
-template <typename T, typename F>
-inline void for_rows(const CrossEntropy<T>& p, int64_t task, F f) {
-  const int64_t first = task * p.rows_per_task, end = first + p.rows_per_task;
-  for (int64_t row = first; row < (end < p.rows ? end : p.rows); ++row) f(row);
-}
-
 // s[padded(V)] of a row, -inf behind it; and, where it is asked for, ds/dx.
 template <typename T>
 inline void load_scaled_row(T* s, T* slope, const CrossEntropy<T>& p, int64_t row) {
@@ -62,10 +55,7 @@ void forward(const CrossEntropy<T>& p, T* s, int64_t task) {
     Vec<T> sums(T(0));
     for (int64_t i = 0; i < padded(p.width); i += Vec<T>::size())
       sums = sums + (Vec<T>::loadu(s + i) - most).exp();
-    T lanes[Vec<T>::size()];
-    sums.store(lanes);
-    double sum = 0;
-    for (const T lane : lanes) sum += lane;
+    const double sum = sum_of_lanes<T, double>(sums);
     const double lse = largest + std::log(sum), smoothing = p.options.smoothing;
     const double z_loss = p.options.square * lse * lse;
     double loss = lse - (1 - smoothing) * s[label] + z_loss;

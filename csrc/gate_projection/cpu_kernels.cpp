@@ -16,22 +16,10 @@ namespace CPU_CAPABILITY {
 
 inline int64_t gate_projection_workspace(int64_t R, int64_t K) { return padded(R) + padded(K); }
 
-template <typename T>
-inline int64_t row_offset(const StridedRows& rows, int64_t inner_rows, int64_t row) {
-  return row / inner_rows * rows.strides.outer + row % inner_rows * rows.strides.inner;
-}
-
-// f(row) for the rows of a task.
-template <typename T, typename F>
-inline void for_rows(const GateProjection<T>& p, int64_t task, F f) {
-  const int64_t first = task * p.rows_per_task, end = first + p.rows_per_task;
-  for (int64_t row = first; row < (end < p.rows ? end : p.rows); ++row) f(row);
-}
-
 // h of a row as numbers of T.
 template <typename T>
 inline void load_h(T* h, const GateProjection<T>& p, int64_t row) {
-  convert_row(h, p.h.data, p.dtype, row_offset<T>(p.h, p.h_inner_rows, row), p.rank);
+  convert_row(h, p.h.data, p.dtype, row_offset(p.h.strides, p.h_inner_rows, row), p.rank);
 }
 
 // z of columns i to i + lanes.
@@ -67,7 +55,7 @@ void backward(const GateProjection<T>& p, T* h, int64_t task) {
   fill(parts, (p.rank + 1) * Kp, T(0));
   for_rows(p, task, [&](int64_t row) {
     load_h(h, p, row);
-    convert_row(dz, p.dg.data, p.dtype, row_offset<T>(p.dg, p.dg_inner_rows, row), p.width);
+    convert_row(dz, p.dg.data, p.dtype, row_offset(p.dg.strides, p.dg_inner_rows, row), p.width);
     std::memset(dz + p.width, 0, (Kp - p.width) * sizeof(T));
     for (int64_t i = 0; i < Kp; i += Vec<T>::size()) {
       const auto [value, slope] = activated(Activation::kLogSigmoid, gate_logits(p, h, i));
@@ -85,11 +73,7 @@ void backward(const GateProjection<T>& p, T* h, int64_t task) {
         sums = at::vec::fmadd(d, Vec<T>::loadu(p.weight + r * Kp + i), sums);
         at::vec::fmadd(of_h, d, Vec<T>::loadu(dweight + i)).store(dweight + i);
       }
-      T lanes[Vec<T>::size()];
-      sums.store(lanes);
-      T sum = 0;
-      for (const T lane : lanes) sum += lane;
-      h[r] = sum;  // which is read no more
+      h[r] = sum_of_lanes(sums);  // h is read no more
     }
     convert_row_back(p.dh, p.dtype, row * p.rank, h, p.rank);
   });

@@ -199,12 +199,12 @@ void recurrent_backward(const Problem<T>& p, T* workspace, const Run<T>& run) {
   RecurrentTiles<T> w;
   w.carve(workspace, p.K, p.V, run.length, /*backward=*/true);
   const int64_t size = w.state_size(), blocks = (run.length + kStateBlock - 1) / kStateBlock;
-  load_state(w.S, w.Vp, static_cast<const T*>(run.state_in), p.state_v_first, p.K, p.V);
+  load_state(w.S, w.Vp, run.state_in, run.state_dtype, p.state_v_first, p.K, p.V, w.k);
   for (int64_t n = 0; n < blocks; ++n) {
     std::memcpy(w.kept + n * size, w.S, size * sizeof(T));
     if (n + 1 < blocks) replay(p, run, n * kStateBlock, kStateBlock, /*keep=*/false, w);
   }
-  load_state(w.dS, w.Vp, run.dstate_out, p.state_v_first, p.K, p.V);
+  load_state(w.dS, w.Vp, run.dstate_out, run.state_dtype, p.state_v_first, p.K, p.V, w.k);
   for (int64_t n = blocks - 1; n >= 0; --n) {
     const int64_t first = n * kStateBlock;
     const int64_t tokens = run.length - first < kStateBlock ? run.length - first : kStateBlock;
@@ -223,7 +223,8 @@ void recurrent_backward(const Problem<T>& p, T* workspace, const Run<T>& run) {
       store_token(w.dgv, p, p.dgv, run, first + t, p.V);
     }
   }
-  if (run.dstate_in != nullptr) store_state(run.dstate_in, p.state_v_first, p.K, p.V, w.dS, w.Vp);
+  if (run.dstate_in != nullptr)
+    store_state(run.dstate_in, run.state_dtype, p.state_v_first, p.K, p.V, w.dS, w.Vp, w.k);
 }
 
 }  // namespace CPU_CAPABILITY

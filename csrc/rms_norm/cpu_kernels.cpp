@@ -20,21 +20,17 @@ namespace CPU_CAPABILITY {
 
 inline int64_t norm_workspace(int64_t V) { return 4 * padded(V); }
 
-template <typename T>
-inline int64_t norm_offset(const Norm<T>& p, const NormRows& rows, int64_t row) {
-  return row / p.inner_rows * rows.strides.outer + row % p.inner_rows * rows.strides.inner;
-}
-
 // dst[padded(V)] <- a row, then zeros.
 template <typename T>
 inline void load_norm_row(T* dst, const Norm<T>& p, const NormRows& rows, int64_t row) {
-  convert_row(dst, rows.data, rows.dtype, norm_offset(p, rows, row), p.width);
+  convert_row(dst, rows.data, rows.dtype, row_offset(rows.strides, p.inner_rows, row), p.width);
   std::memset(dst + p.width, 0, (padded(p.width) - p.width) * sizeof(T));
 }
 
 template <typename T>
 inline void store_norm_row(const T* src, const Norm<T>& p, const NormRows& rows, int64_t row) {
-  convert_row_back(rows.data, rows.dtype, norm_offset(p, rows, row), src, p.width);
+  convert_row_back(rows.data, rows.dtype, row_offset(rows.strides, p.inner_rows, row), src,
+                   p.width);
 }
 
 // x becomes the stream, residual + x, as it is rounded there.
@@ -60,18 +56,7 @@ inline void store_residual_grads(const Norm<T>& p, int64_t row, T* u, T* dstream
 // In fp64: its rounding would be that of the whole row.
 template <typename T>
 inline double mean_of(const Norm<T>& p, const Vec<T>& sums) {
-  T lanes[Vec<T>::size()];
-  sums.store(lanes);
-  double sum = 0;
-  for (const T lane : lanes) sum += lane;
-  return sum / static_cast<double>(p.width);
-}
-
-// f(row) for the rows of a task.
-template <typename T, typename F>
-inline void for_rows(const Norm<T>& p, int64_t task, F f) {
-  const int64_t first = task * p.rows_per_task, end = first + p.rows_per_task;
-  for (int64_t row = first; row < (end < p.rows ? end : p.rows); ++row) f(row);
+  return sum_of_lanes<T, double>(sums) / static_cast<double>(p.width);
 }
 
 template <typename T>

@@ -31,8 +31,7 @@ inline void for_pieces(const Swiglu& p, int64_t task, F f) {
 template <typename T>
 inline void load_piece(T* dst, const Swiglu& p, const StridedRows& rows, int64_t row,
                        int64_t column, int64_t count) {
-  const int64_t offset =
-      row / p.inner_rows * rows.strides.outer + row % p.inner_rows * rows.strides.inner + column;
+  const int64_t offset = row_offset(rows.strides, p.inner_rows, row) + column;
   convert_row(dst, rows.data, p.dtype, offset, count);
   std::memset(dst + count, 0, (padded(count) - count) * sizeof(T));
 }

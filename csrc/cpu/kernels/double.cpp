@@ -1,5 +1,5 @@
 // The table for fp64 accumulation (fp64 inputs); compiled once per CPU capability.
-#include "table.h"
+#include "steps/tasks.h"
 
 namespace gla_ext::cpu {
 template <>

@@ -1,5 +1,5 @@
 // The table for fp32 accumulation (bf16, fp16 and fp32 inputs); compiled once per CPU capability.
-#include "table.h"
+#include "steps/tasks.h"
 
 namespace gla_ext::cpu {
 template <>

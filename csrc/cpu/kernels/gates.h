@@ -56,6 +56,15 @@ struct Gates {
     return length - I * kSubChunk < kSubChunk ? length - I * kSubChunk : kSubChunk;
   }
   int64_t size() const { return length * ld; }
+
+  // From memory that `take` hands out, of rows of ld_ elements.
+  template <typename Take>
+  void carve(const Take& take, int64_t ld_) {
+    ld = ld_;
+    for (T** p : {&x, &b, &eq, &ek, &eq_local, &ek_local, &alpha}) *p = take(kChunk * ld);
+    for (T** p : {&s_in, &a, &c}) *p = take(ld);
+    decay = take(kSubChunks * ld);
+  }
 };
 
 // x[L, ld] from natural-log gates: in log2 units and clamped so that NaN stays NaN.

@@ -48,22 +48,21 @@ void load_forward(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   load_values(p, chunk, t);
 }
 
-// The [K, V] matrix of (sequence, head) in one of h0, ht, dht, dh0, or nullptr.
-template <typename T, typename S>
-S* state_of(S* states, const Problem<T>& p, const Sequence& sequence, int64_t head) {
-  return states == nullptr ? nullptr : states + (sequence.n * p.H + head) * p.K * p.V;
+// A [K, V] tile from and to the matrix of (sequence, head) in one of h0, ht, dht, dh0, which may be
+// absent.
+template <typename T>
+void load_boundary(const Problem<T>& p, const T* states, int64_t n, int64_t head, const Tiles<T>& t,
+                   T* tile) {
+  const T* matrix = states == nullptr ? nullptr : states + (n * p.H + head) * p.K * p.V;
+  load_state(tile, t.Vp, matrix, kAccumulated<T>, p.state_v_first, p.K, p.V, t.row_scale);
 }
 
 template <typename T>
-void load_initial_state(const Problem<T>& p, const Sequence& sequence, int64_t head, Tiles<T>& t) {
-  load_state(t.S, t.Vp, state_of(p.h0, p, sequence, head), p.state_v_first, p.K, p.V);
-}
-
-template <typename T>
-void store_final_state(const Problem<T>& p, const Sequence& sequence, int64_t head,
-                       const Tiles<T>& t) {
-  if (p.ht != nullptr)
-    store_state(state_of(p.ht, p, sequence, head), p.state_v_first, p.K, p.V, t.S, t.Vp);
+void store_boundary(const Problem<T>& p, T* states, int64_t n, int64_t head, const Tiles<T>& t,
+                    const T* tile) {
+  if (states == nullptr) return;
+  store_state(states + (n * p.H + head) * p.K * p.V, kAccumulated<T>, p.state_v_first, p.K, p.V,
+              tile, t.Vp, t.row_scale);
 }
 
 // After chunk number n, if a checkpoint is made there.
@@ -73,14 +72,13 @@ void store_checkpoint(const Problem<T>& p, const Sequence& sequence, int64_t n, 
   if (p.checkpoint_chunks == 0 || (n + 1) % p.checkpoint_chunks != 0) return;
   if ((n + 1) * kChunk > sequence.length) return;
   const int64_t number = p.first_checkpoint[sequence.n] + (n + 1) / p.checkpoint_chunks - 1;
-  store_state(p.checkpoints + (number * p.H + head) * p.K * p.V, p.state_v_first, p.K, p.V, t.S,
-              t.Vp);
+  store_boundary(p, p.checkpoints, number, head, t, t.S);
 }
 
 template <typename T>
 void forward_sweep(const Problem<T>& p, T* workspace, const Sequence& sequence, int64_t head) {
   Tiles<T> t = tiles(p, workspace);
-  load_initial_state(p, sequence, head, t);
+  load_boundary(p, p.h0, sequence.n, head, t, t.S);
   for (int64_t n = 0; n < sequence.chunks(); ++n) {
     const Chunk chunk = p.chunk(sequence, n, head);
     load_forward(p, chunk, t);
@@ -88,13 +86,13 @@ void forward_sweep(const Problem<T>& p, T* workspace, const Sequence& sequence, 
     chunk_states(t);
     store_checkpoint(p, sequence, n, head, t);
   }
-  store_final_state(p, sequence, head, t);
+  store_boundary(p, p.ht, sequence.n, head, t, t.S);
 }
 
 template <typename T>
 void state_pass(const Problem<T>& p, T* workspace, const Sequence& sequence, int64_t head) {
   Tiles<T> t = tiles(p, workspace);
-  load_initial_state(p, sequence, head, t);
+  load_boundary(p, p.h0, sequence.n, head, t, t.S);
   for (int64_t n = 0; n < sequence.chunks(); ++n) {
     const Chunk chunk = p.chunk(sequence, n, head);
     store_chunk_state(p, chunk.state, t);
@@ -104,7 +102,7 @@ void state_pass(const Problem<T>& p, T* workspace, const Sequence& sequence, int
     chunk_states(t);
     store_checkpoint(p, sequence, n, head, t);
   }
-  store_final_state(p, sequence, head, t);
+  store_boundary(p, p.ht, sequence.n, head, t, t.S);
 }
 
 template <typename T>
@@ -116,16 +114,10 @@ void forward_chunk(const Problem<T>& p, T* workspace, const Chunk& chunk) {
 }
 
 template <typename T>
-void load_state_grad_entry(const Problem<T>& p, const Sequence& sequence, int64_t head,
-                           Tiles<T>& t) {
-  load_state(t.dS, t.Vp, state_of(p.dht, p, sequence, head), p.state_v_first, p.K, p.V);
-}
-
-template <typename T>
-void store_initial_state_grad(const Problem<T>& p, const Sequence& sequence, int64_t head,
-                              const Tiles<T>& t) {
-  if (p.dh0 != nullptr)
-    store_state(state_of(p.dh0, p, sequence, head), p.state_v_first, p.K, p.V, t.dS, t.Vp);
+void store_key_grads(const Problem<T>& p, const Chunk& chunk, const Tiles<T>& t) {
+  store_rows(p.dq, chunk, p.K, t.dq, t.Kp);
+  store_rows(p.dk, chunk, p.K, t.dk, t.Kp);
+  if (!t.gates.absent) store_rows(p.dg, chunk, p.K, t.dg, t.Kp);
 }
 
 // Steps 4 to 7 of a chunk that is loaded, which t.S enters and t.dS leaves; A by forward steps 3
@@ -146,9 +138,7 @@ void backward_loaded(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   store_rows(p.dv, chunk, p.V, t.o, t.Vp);
   intra_grads(p, t);
   merge_grads(p, t);
-  store_rows(p.dq, chunk, p.K, t.dq, t.Kp);
-  store_rows(p.dk, chunk, p.K, t.dk, t.Kp);
-  if (!t.gates.absent) store_rows(p.dg, chunk, p.K, t.dg, t.Kp);
+  store_key_grads(p, chunk, t);
 }
 
 template <typename T>
@@ -168,20 +158,20 @@ void backward_sweep(const Problem<T>& problem, T* workspace, const Sequence& seq
   p.S = behind;
   p.S_is_local = true;
   state_pass(p, workspace, sequence, head);
-  load_state_grad_entry(p, sequence, head, t);
+  load_boundary(p, p.dht, sequence.n, head, t, t.dS);
   for (int64_t n = sequence.chunks() - 1; n >= 0; --n) {
     const Chunk chunk = p.chunk(sequence, n, head);
     load_backward(p, chunk, t);
     backward_loaded(p, chunk, t);
     state_grads(p, t);
   }
-  store_initial_state_grad(p, sequence, head, t);
+  store_boundary(p, p.dh0, sequence.n, head, t, t.dS);
 }
 
 template <typename T>
 void state_grad_pass(const Problem<T>& p, T* workspace, const Sequence& sequence, int64_t head) {
   Tiles<T> t = tiles(p, workspace);
-  load_state_grad_entry(p, sequence, head, t);
+  load_boundary(p, p.dht, sequence.n, head, t, t.dS);
   for (int64_t n = sequence.chunks() - 1; n >= 0; --n) {
     const Chunk chunk = p.chunk(sequence, n, head);
     store_chunk_state_grad(p, chunk.state, t);
@@ -190,7 +180,7 @@ void state_grad_pass(const Problem<T>& p, T* workspace, const Sequence& sequence
     load_output_grads(p, chunk, t);
     state_grads(p, t);
   }
-  store_initial_state_grad(p, sequence, head, t);
+  store_boundary(p, p.dh0, sequence.n, head, t, t.dS);
 }
 
 template <typename T>

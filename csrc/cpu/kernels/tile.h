@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/rows.h"
 #include "cpu/host/params.h"
 
 namespace gla_ext::cpu {
@@ -24,11 +25,12 @@ inline void map(int64_t n, F f, T* out, const In*... in) {
   for (int64_t i = 0; i < n; i += Vec<T>::size()) f(Vec<T>::loadu(in + i)...).store(out + i);
 }
 
-template <typename T>
-inline T sum_of_lanes(const Vec<T>& x) {
+// In the order of the lanes, in T or wider.
+template <typename T, typename Sum = T>
+inline Sum sum_of_lanes(const Vec<T>& x) {
   T lanes[Vec<T>::size()];
   x.store(lanes);
-  T sum = 0;
+  Sum sum = 0;
   for (const T lane : lanes) sum += lane;
   return sum;
 }
@@ -57,6 +59,20 @@ inline void fill(T* out, int64_t n, T value) {
   for (int64_t i = 0; i < n; ++i) out[i] = value;
 }
 
+// As map takes them.
+struct Times {
+  template <typename V>
+  V operator()(const V& x, const V& y) const {
+    return x * y;
+  }
+};
+struct AddProduct {
+  template <typename V>
+  V operator()(const V& x, const V& y, const V& sum) const {
+    return at::vec::fmadd(x, y, sum);
+  }
+};
+
 // memcpy for rows: short, and called by the hundred a chunk.
 template <typename T>
 inline void copy_row(T* dst, const T* src, int64_t n) {
@@ -67,29 +83,25 @@ inline void copy_row(T* dst, const T* src, int64_t n) {
 
 template <typename T>
 inline void convert_row(T* dst, const void* src, DType dtype, int64_t offset, int64_t n) {
+  const auto widen = [&](const auto* p, const auto& load) {
+    Vec<float> value;
+    int64_t i = 0;
+    for (; i <= n - Vec<float>::size(); i += Vec<float>::size()) {
+      load(p + i, value);
+      value.store(dst + i);
+    }
+    for (; i < n; ++i) dst[i] = static_cast<float>(p[i]);
+  };
   if constexpr (std::is_same_v<T, double>) {
     copy_row(dst, static_cast<const double*>(src) + offset, n);
+  } else if (dtype == DType::kFloat) {
+    copy_row(dst, static_cast<const float*>(src) + offset, n);
+  } else if (dtype == DType::kBFloat16) {
+    widen(static_cast<const c10::BFloat16*>(src) + offset,
+          [](const auto* p, auto& value) { at::vec::load_fp32_from_bf16(p, value); });
   } else {
-    constexpr int64_t width = Vec<float>::size();
-    int64_t i = 0;
-    Vec<float> value;
-    if (dtype == DType::kFloat) {
-      copy_row(dst, static_cast<const float*>(src) + offset, n);
-    } else if (dtype == DType::kBFloat16) {
-      const auto* p = static_cast<const c10::BFloat16*>(src) + offset;
-      for (; i <= n - width; i += width) {
-        at::vec::load_fp32_from_bf16(p + i, value);
-        value.store(dst + i);
-      }
-      for (; i < n; ++i) dst[i] = static_cast<float>(p[i]);
-    } else {
-      const auto* p = static_cast<const c10::Half*>(src) + offset;
-      for (; i <= n - width; i += width) {
-        at::vec::load_fp32_from_fp16(p + i, value);
-        value.store(dst + i);
-      }
-      for (; i < n; ++i) dst[i] = static_cast<float>(p[i]);
-    }
+    widen(static_cast<const c10::Half*>(src) + offset,
+          [](const auto* p, auto& value) { at::vec::load_fp32_from_fp16(p, value); });
   }
 }
 
@@ -140,7 +152,7 @@ inline void round_to_bf16(T* x, int64_t n) {
 // dst[L, ld] = src ⊙ factor, rounded when asked.
 template <typename T>
 inline void gated(T* dst, const T* src, const T* factor, int64_t n, bool round) {
-  map<T>(n, [](Vec<T> a, Vec<T> b) { return a * b; }, dst, src, factor);
+  map<T>(n, Times(), dst, src, factor);
   if (round) round_to_bf16(dst, n);
 }
 
@@ -169,27 +181,17 @@ inline void transpose(T* dst, int64_t ld_dst, const T* src, int64_t ld_src, int6
   }
 }
 
-// dst[K, ld] <- one [K, V] (or [V, K]) matrix; the V..ld columns become zero. src == nullptr: zero.
+// What a state that is not stored shorter is in memory.
 template <typename T>
-inline void load_state(T* dst, int64_t ld, const T* src, bool v_first, int64_t K, int64_t V) {
-  std::memset(dst, 0, K * ld * sizeof(T));
-  if (src == nullptr) return;
-  for (int64_t i = 0; i < K; ++i) {
-    if (v_first) {
-      for (int64_t j = 0; j < V; ++j) dst[i * ld + j] = src[j * K + i];
-    } else {
-      copy_row(dst + i * ld, src + i * V, V);
-    }
-  }
-}
+constexpr DType kAccumulated = std::is_same_v<T, double> ? DType::kDouble : DType::kFloat;
 
-// The same of states that may be stored shorter; `buffer` has room for a row of them.
+// dst[K, ld] <- one [K, V] (or [V, K]) matrix; the V..ld columns become zero. src == nullptr: zero.
+// `buffer` has room for a row of it.
 template <typename T>
 inline void load_state(T* dst, int64_t ld, const void* src, DType dtype, bool v_first, int64_t K,
                        int64_t V, T* buffer) {
-  if (src == nullptr || dtype == DType::kFloat || dtype == DType::kDouble)
-    return load_state(dst, ld, static_cast<const T*>(src), v_first, K, V);
   std::memset(dst, 0, K * ld * sizeof(T));
+  if (src == nullptr) return;
   const int64_t rows = v_first ? V : K, columns = v_first ? K : V;
   for (int64_t i = 0; i < rows; ++i) {
     convert_row(v_first ? buffer : dst + i * ld, src, dtype, i * columns, columns);
@@ -199,27 +201,24 @@ inline void load_state(T* dst, int64_t ld, const void* src, DType dtype, bool v_
 }
 
 template <typename T>
-inline void store_state(T* dst, bool v_first, int64_t K, int64_t V, const T* src, int64_t ld) {
-  for (int64_t i = 0; i < K; ++i) {
-    if (v_first) {
-      for (int64_t j = 0; j < V; ++j) dst[j * K + i] = src[i * ld + j];
-    } else {
-      copy_row(dst + i * V, src + i * ld, V);
-    }
-  }
-}
-
-template <typename T>
 inline void store_state(void* dst, DType dtype, bool v_first, int64_t K, int64_t V, const T* src,
                         int64_t ld, T* buffer) {
-  if (dtype == DType::kFloat || dtype == DType::kDouble)
-    return store_state(static_cast<T*>(dst), v_first, K, V, src, ld);
   const int64_t rows = v_first ? V : K, columns = v_first ? K : V;
   for (int64_t i = 0; i < rows; ++i) {
     if (v_first)
       for (int64_t j = 0; j < columns; ++j) buffer[j] = src[j * ld + i];
     convert_row_back(dst, dtype, i * columns, v_first ? buffer : src + i * ld, columns);
   }
+}
+
+// Of a problem in rows: f(row) for those of a task, and the element that a row starts at.
+template <class Problem, typename F>
+inline void for_rows(const Problem& p, int64_t task, F f) {
+  const int64_t first = task * p.rows_per_task, end = first + p.rows_per_task;
+  for (int64_t row = first; row < (end < p.rows ? end : p.rows); ++row) f(row);
+}
+inline int64_t row_offset(const RowStrides& strides, int64_t inner_rows, int64_t row) {
+  return row / inner_rows * strides.outer + row % inner_rows * strides.inner;
 }
 
 }  // namespace CPU_CAPABILITY

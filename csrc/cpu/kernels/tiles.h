@@ -50,33 +50,13 @@ struct Tiles {
       used += n;
       return p;
     };
-    gates.ld = Kp;
-    for (T** p : {&gates.x,
-                  &gates.b,
-                  &gates.eq,
-                  &gates.ek,
-                  &gates.eq_local,
-                  &gates.ek_local,
-                  &gates.alpha,
-                  &q,
-                  &k,
-                  &q_in,
-                  &k_out,
-                  &q_local,
-                  &anchor,
-                  &k_anchor,
-                  &k_t,
-                  &dq,
-                  &dk,
-                  &dg,
-                  &P,
-                  &R})
+    gates.carve(take, Kp);
+    for (T** p : {&q, &k, &q_in, &k_out, &q_local, &anchor, &k_anchor, &k_t, &dq, &dk, &dg, &P, &R})
       *p = take(kChunk * Kp);
     for (T** p : {&v, &d_o, &o, &v_t}) *p = take(kChunk * Vp);
     for (T** p : {&A, &dA, &dA_operand}) *p = take(kChunk * kChunk);
     for (T** p : {&S, &dS, &S_in, &dS_in, &state_t}) *p = take(Kp * Vp);
-    for (T** p : {&gates.s_in, &gates.a, &gates.c, &total, &row_scale}) *p = take(Kp);
-    gates.decay = take(kSubChunks * Kp);
+    for (T** p : {&total, &row_scale}) *p = take(Kp);
     v_out = v, do_in = d_o;
     if (value_gated) carve_values(take);
     return used;
@@ -84,14 +64,11 @@ struct Tiles {
 
   template <typename Take>
   void carve_values(const Take& take) {
-    Gates<T>& g = values.gates;
-    g.ld = Vp;
-    for (T** p : {&g.x, &g.b, &g.eq, &g.ek, &g.eq_local, &g.ek_local, &g.alpha, &v_out, &do_in,
-                  &values.do_local, &values.anchor, &values.v_anchor, &values.o_intra, &values.dgv,
-                  &values.P, &values.R})
+    values.gates.carve(take, Vp);
+    for (T** p : {&v_out, &do_in, &values.do_local, &values.anchor, &values.v_anchor,
+                  &values.o_intra, &values.dgv, &values.P, &values.R})
       *p = take(kChunk * Vp);
-    for (T** p : {&g.s_in, &g.a, &g.c, &values.total}) *p = take(Vp);
-    g.decay = take(kSubChunks * Vp);
+    values.total = take(Vp);
   }
 
   int64_t length() const { return gates.length; }
@@ -133,10 +110,8 @@ inline void anchor_keys(const Problem<T>& p, Tiles<T>& t, int64_t I) {
   fill(t.total, ld, T(1));  // the decay of the sub-chunks between J and I
   for (int64_t J = I - 1; J >= 0; --J) {
     for (int64_t j = J * kSubChunk; j < (J + 1) * kSubChunk; ++j)
-      map<T>(
-          ld, [](Vec<T> e, Vec<T> m) { return e * m; }, t.anchor + j * ld,
-          t.gates.ek_local + j * ld, t.total);
-    map<T>(ld, [](Vec<T> m, Vec<T> d) { return m * d; }, t.total, t.total, t.gates.decay + J * ld);
+      map<T>(ld, Times(), t.anchor + j * ld, t.gates.ek_local + j * ld, t.total);
+    map<T>(ld, Times(), t.total, t.total, t.gates.decay + J * ld);
   }
   gated(t.k_anchor, t.k, t.anchor, I * kSubChunk * ld, p.round_operands);
 }
@@ -151,9 +126,7 @@ inline void mask_block(T* block, int64_t ld, int64_t rows) {
 template <typename T>
 inline void scale_columns(const Tiles<T>& t, T* state, const T* factors) {
   for (int64_t i = 0; i < t.K; ++i)
-    map<T>(
-        t.Vp, [](Vec<T> x, Vec<T> f) { return x * f; }, state + i * t.Vp, state + i * t.Vp,
-        factors);
+    map<T>(t.Vp, Times(), state + i * t.Vp, state + i * t.Vp, factors);
 }
 
 // A state as an operand: dst = rows ⊙ src ⊙ columns, rounded when asked. `columns` are the value
@@ -196,12 +169,12 @@ inline void store_chunk_state(const Problem<T>& p, int64_t index, const Tiles<T>
 
 template <typename T>
 inline void load_chunk_state_grad(const Problem<T>& p, int64_t index, Tiles<T>& t) {
-  load_state(t.dS, t.Vp, p.dS + index * t.K * t.V, false, t.K, t.V);
+  load_state<T>(t.dS, t.Vp, p.dS + index * t.K * t.V, kAccumulated<T>, false, t.K, t.V, nullptr);
 }
 
 template <typename T>
 inline void store_chunk_state_grad(const Problem<T>& p, int64_t index, const Tiles<T>& t) {
-  store_state(p.dS + index * t.K * t.V, false, t.K, t.V, t.dS, t.Vp);
+  store_state<T>(p.dS + index * t.K * t.V, kAccumulated<T>, false, t.K, t.V, t.dS, t.Vp, nullptr);
 }
 
 }  // namespace CPU_CAPABILITY

@@ -26,9 +26,8 @@ inline void intra_grads_tier1(Tiles<T>& t) {
     gemm(Left<T>{t.dA_operand + first * kChunk + first, 1, kChunk}, t.q_in + first * t.Kp, t.Kp,
          t.R + first * t.Kp, t.Kp, rows, t.Kp, t.length() - first);
   }
-  const auto times = [](Vec<T> x, Vec<T> y) { return x * y; };
-  map<T>(g.size(), times, t.dq, g.eq, t.P);
-  map<T>(g.size(), times, t.dk, g.ek, t.R);
+  map<T>(g.size(), Times(), t.dq, g.eq, t.P);
+  map<T>(g.size(), Times(), t.dk, g.ek, t.R);
   if (g.absent) return;
   map<T>(
       g.size(), [](Vec<T> q, Vec<T> P, Vec<T> k, Vec<T> R) { return q * P - k * R; }, t.dg, t.q_in,
@@ -40,15 +39,14 @@ template <typename T>
 inline void intra_grads_off_diagonal(const Problem<T>& p, Tiles<T>& t, int64_t I) {
   const Gates<T>& g = t.gates;
   const int64_t ld = t.Kp, first = I * kSubChunk, rows = g.rows(I);
-  const auto add_product = [](Vec<T> x, Vec<T> y, Vec<T> sum) { return at::vec::fmadd(x, y, sum); };
   anchor_keys(p, t, I);
   gemm(Left<T>{t.dA_operand + first * kChunk, kChunk, 1}, t.k_anchor, ld, t.P, ld, rows, ld, first);
   T *dq = t.dq + first * ld, *dg = t.dg + first * ld;
-  map<T>(rows * ld, add_product, dq, g.eq_local + first * ld, t.P, dq);
-  map<T>(rows * ld, add_product, dg, t.q_local + first * ld, t.P, dg);
+  map<T>(rows * ld, AddProduct(), dq, g.eq_local + first * ld, t.P, dq);
+  map<T>(rows * ld, AddProduct(), dg, t.q_local + first * ld, t.P, dg);
   gemm(Left<T>{t.dA_operand + first * kChunk, 1, kChunk}, t.q_local + first * ld, ld, t.R, ld,
        first, ld, rows);
-  map<T>(first * ld, add_product, t.dk, t.anchor, t.R, t.dk);
+  map<T>(first * ld, AddProduct(), t.dk, t.anchor, t.R, t.dk);
   map<T>(
       first * ld, [](Vec<T> k, Vec<T> R, Vec<T> sum) { return sum - k * R; }, t.dg, t.k_anchor, t.R,
       t.dg);

@@ -58,17 +58,16 @@ inline void gate_grads(Tiles<T>& t) {
 template <typename T>
 inline void merge_grads(const Problem<T>& p, Tiles<T>& t) {
   const Gates<T>& g = t.gates;
-  const auto add_product = [](Vec<T> x, Vec<T> y, Vec<T> sum) { return at::vec::fmadd(x, y, sum); };
   transpose(t.state_t, t.Kp, t.S_in, t.Vp, t.K, t.V);
   gemm(Left<T>{t.do_in, t.Vp, 1}, t.state_t, t.Kp, t.P, t.Kp, t.length(), t.Kp, t.V,
        Epilogue<T>{p.scale});
-  map<T>(g.size(), add_product, t.dq, g.eq, t.P, t.dq);
-  if (!g.absent) map<T>(g.size(), add_product, t.dg, t.q_in, t.P, t.dg);
+  map<T>(g.size(), AddProduct(), t.dq, g.eq, t.P, t.dq);
+  if (!g.absent) map<T>(g.size(), AddProduct(), t.dg, t.q_in, t.P, t.dg);
   transpose(t.state_t, t.Kp, t.dS_in, t.Vp, t.K, t.V);
   gemm(Left<T>{t.v_out, t.Vp, 1}, t.state_t, t.Kp, t.R, t.Kp, t.length(), t.Kp, t.V);
-  map<T>(g.size(), add_product, t.dk, g.ek, t.R, t.dk);
+  map<T>(g.size(), AddProduct(), t.dk, g.ek, t.R, t.dk);
   if (g.absent) return;
-  map<T>(g.size(), [](Vec<T> x, Vec<T> y) { return x * y; }, t.R, t.k_out, t.R);
+  map<T>(g.size(), Times(), t.R, t.k_out, t.R);
   state_products(t);
   gate_grads(t);
 }

@@ -2,6 +2,7 @@
 // intermediate back to memory. (Steps 2 and backward 3 are chunk_gla's own passes over the states.)
 #pragma once
 
+#include "cpu/kernels.h"
 #include "cpu/kernels/tasks.h"
 
 namespace gla_ext::cpu {
@@ -100,9 +101,7 @@ void intra_grads_step(const Problem<T>& p, T* workspace, const Chunk& chunk) {
   fill(t.total, t.Kp, T(0));
   fill(t.R, t.gates.size(), T(0));
   gate_grads(t);
-  store_rows(p.dq, chunk, p.K, t.dq, t.Kp);
-  store_rows(p.dk, chunk, p.K, t.dk, t.Kp);
-  store_rows(p.dg, chunk, p.K, t.dg, t.Kp);
+  store_key_grads(p, chunk, t);
 }
 
 template <typename T>
@@ -118,9 +117,22 @@ void merge_grads_step(const Problem<T>& p, T* workspace, const Chunk& chunk) {
   merge_grads(p, t);
   load_rows(t.P, t.Kp, p.dg_intra, chunk, p.K);
   map<T>(t.gates.size(), [](Vec<T> x, Vec<T> y) { return x + y; }, t.dg, t.dg, t.P);
-  store_rows(p.dq, chunk, p.K, t.dq, t.Kp);
-  store_rows(p.dk, chunk, p.K, t.dk, t.Kp);
-  store_rows(p.dg, chunk, p.K, t.dg, t.Kp);
+  store_key_grads(p, chunk, t);
+}
+
+// The table of one capability; see cpu/kernels.h.
+template <typename T>
+int64_t workspace_size(int64_t K, int64_t V, bool value_gated) {
+  return Tiles<T>{}.carve(nullptr, K, V, value_gated);
+}
+
+template <typename T>
+constexpr Kernels<T> make_kernels() {
+  return {workspace_size<T>,       forward_sweep<T>,    backward_sweep<T>,
+          state_pass<T>,           state_grad_pass<T>,  forward_chunk<T>,
+          backward_chunk<T>,       gate_cumsum_step<T>, scores_off_diagonal_step<T>,
+          scores_diagonal_step<T>, output_step<T>,      value_grads_step<T>,
+          score_grads_step<T>,     intra_grads_step<T>, merge_grads_step<T>};
 }
 
 }  // namespace CPU_CAPABILITY

@@ -56,14 +56,13 @@ inline void diagonal_output(const Tiles<T>& t, int64_t I) {
 template <typename T>
 inline void gated_output(const Problem<T>& p, Tiles<T>& t) {
   const Gates<T>& g = t.values.gates;
-  const auto times = [](Vec<T> x, Vec<T> y) { return x * y; };
   if (g.in_tier1) {
     output(p, t);
-    return map<T>(g.size(), times, t.o, t.o, g.eq);
+    return map<T>(g.size(), Times(), t.o, t.o, g.eq);
   }
   const int64_t ld = t.Vp;
   gemm(Left<T>{t.q_in, t.Kp, 1}, t.S_in, ld, t.o, ld, t.length(), ld, t.K, Epilogue<T>{p.scale});
-  map<T>(g.size(), times, t.o, t.o, g.eq);
+  map<T>(g.size(), Times(), t.o, t.o, g.eq);
   Tiles<T> s = values_side(t);
   for (int64_t I = 0; I < g.sub_chunks(); ++I) {
     const int64_t first = I * kSubChunk, rows = g.rows(I);
@@ -71,9 +70,7 @@ inline void gated_output(const Problem<T>& p, Tiles<T>& t) {
       anchor_keys(p, s, I);
       gemm(Left<T>{t.A + first * kChunk, kChunk, 1}, s.k_anchor, ld, s.P, ld, rows, ld, first);
       T* o = t.o + first * ld;
-      map<T>(
-          rows * ld, [](Vec<T> x, Vec<T> y, Vec<T> sum) { return at::vec::fmadd(x, y, sum); }, o,
-          g.eq_local + first * ld, s.P, o);
+      map<T>(rows * ld, AddProduct(), o, g.eq_local + first * ld, s.P, o);
     }
     diagonal_output(t, I);
   }
@@ -110,13 +107,12 @@ inline void gated_value_grads(const Problem<T>& p, const Tiles<T>& t) {
   Tiles<T> s = values_side(t);
   const Gates<T>& g = s.gates;
   const int64_t ld = t.Vp;
-  const auto add_product = [](Vec<T> x, Vec<T> y, Vec<T> sum) { return at::vec::fmadd(x, y, sum); };
   intra_grads(p, s);
   gemm(Left<T>{t.q_in, t.Kp, 1}, t.S_in, ld, s.P, ld, t.length(), ld, t.K, Epilogue<T>{p.scale});
-  map<T>(g.size(), add_product, s.dg, s.q_in, s.P, s.dg);
+  map<T>(g.size(), AddProduct(), s.dg, s.q_in, s.P, s.dg);
   gemm(Left<T>{t.k_out, t.Kp, 1}, t.dS_in, ld, s.R, ld, t.length(), ld, t.K);
-  map<T>(g.size(), add_product, s.dk, g.ek, s.R, s.dk);
-  map<T>(g.size(), [](Vec<T> x, Vec<T> y) { return x * y; }, s.R, s.k_out, s.R);
+  map<T>(g.size(), AddProduct(), s.dk, g.ek, s.R, s.dk);
+  map<T>(g.size(), Times(), s.R, s.k_out, s.R);
   value_state_products(t, s.total);
   gate_grads(s);
 }
