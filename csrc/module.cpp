@@ -1,4 +1,5 @@
 // gla_ext._C: what is not a tensor operator. The only file that includes Python headers.
+#include <ATen/Parallel.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/version.h>
@@ -150,7 +151,7 @@ py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::option
   r.in.for_backward = for_backward;
   r.in.in_halves = in_halves;
   r.in.on_pool = on_pool;
-  return device == "cpu" ? cpu_plan(r, threads.value_or(gla_ext::cpu::available_threads()))
+  return device == "cpu" ? cpu_plan(r, threads.value_or(at::get_num_threads()))
                          : cuda_plan(std::move(r), gate_dtype.value_or(dtype));
 }
 

@@ -10,6 +10,9 @@
 
 namespace gla_ext {
 
+// A tensor that may be absent.
+using OptionalTensor = std::optional<at::Tensor>;
+
 // Gated linear attention (Yang et al., arXiv 2312.06635):
 // S_t = diag(exp g_t) S_{t-1} diag(exp gv_t) + k_t v_tᵀ, o_t = scale S_tᵀ q_t.
 //
@@ -23,12 +26,11 @@ namespace gla_ext {
 //   cu_seqlens     [N + 1] int32 or int64: N sequences packed in one batch row; N = B without it
 //
 // Returns o [B, T, H, V] and, if asked for, the final state in the layout of initial_state.
-std::tuple<at::Tensor, std::optional<at::Tensor>> chunk_gla(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const std::optional<at::Tensor>& g, std::optional<double> scale = {},
-    const std::optional<at::Tensor>& initial_state = {}, bool output_final_state = false,
-    bool state_v_first = false, const std::optional<at::Tensor>& cu_seqlens = {},
-    const std::optional<at::Tensor>& gv = {});
+std::tuple<at::Tensor, OptionalTensor> chunk_gla(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
+    std::optional<double> scale = {}, const OptionalTensor& initial_state = {},
+    bool output_final_state = false, bool state_v_first = false,
+    const OptionalTensor& cu_seqlens = {}, const OptionalTensor& gv = {});
 
 // The operators behind it. An output that was not asked for is a 0-element tensor. `for_backward`:
 // what forward has made and backward uses again, of a size that the device's plan knows; another
@@ -42,23 +44,18 @@ using BackwardOutputs =  // dq, dk, dv, dg, dgv, dh0
 
 // gate_gradient: whether dg is asked for; one gate a head has a faster way without.
 ForwardOutputs chunk_gla_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                             const std::optional<at::Tensor>& g,
-                             const std::optional<at::Tensor>& gv,
-                             const std::optional<at::Tensor>& initial_state,
-                             const std::optional<at::Tensor>& cu_seqlens,
+                             const OptionalTensor& g, const OptionalTensor& gv,
+                             const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
                              std::optional<double> scale, bool output_final_state,
                              bool state_v_first, bool batch_invariant,
                              int64_t for_backward_bytes = kPlannedBytes);
 
-BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
-                              const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                              const std::optional<at::Tensor>& g,
-                              const std::optional<at::Tensor>& gv,
-                              const std::optional<at::Tensor>& initial_state,
-                              const std::optional<at::Tensor>& cu_seqlens,
-                              std::optional<double> scale, bool state_v_first, bool batch_invariant,
-                              const std::optional<at::Tensor>& for_backward = {},
-                              bool gate_gradient = true);
+BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q,
+                              const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
+                              const OptionalTensor& gv, const OptionalTensor& initial_state,
+                              const OptionalTensor& cu_seqlens, std::optional<double> scale,
+                              bool state_v_first, bool batch_invariant,
+                              const OptionalTensor& for_backward = {}, bool gate_gradient = true);
 
 // chunk_gla on a pool of states [P, H, K, V] of fp32, bf16 or fp16 (fp64 with fp64 inputs), without
 // a gradient. Sequence n starts from row slots[n] (n without slots), or from 0 where
@@ -70,26 +67,22 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const std::optional<at::Ten
 // number checkpoint_cu_starts[n] + j, or without these n (T / every) + j, and the row
 // checkpoint_slots[number], or its number.
 at::Tensor chunk_gla_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                      const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
-                      at::Tensor& state, const std::optional<at::Tensor>& slots,
-                      const std::optional<at::Tensor>& write_slots,
-                      const std::optional<at::Tensor>& has_initial_state,
-                      const std::optional<at::Tensor>& cu_seqlens, std::optional<double> scale,
-                      bool state_v_first, bool batch_invariant, int64_t checkpoint_every = 0,
-                      const std::optional<at::Tensor>& checkpoints = {},
-                      const std::optional<at::Tensor>& checkpoint_slots = {},
-                      const std::optional<at::Tensor>& checkpoint_cu_starts = {});
+                      const OptionalTensor& g, const OptionalTensor& gv, at::Tensor& state,
+                      const OptionalTensor& slots, const OptionalTensor& write_slots,
+                      const OptionalTensor& has_initial_state, const OptionalTensor& cu_seqlens,
+                      std::optional<double> scale, bool state_v_first, bool batch_invariant,
+                      int64_t checkpoint_every = 0, const OptionalTensor& checkpoints = {},
+                      const OptionalTensor& checkpoint_slots = {},
+                      const OptionalTensor& checkpoint_cu_starts = {});
 // With o in `out`.
 void chunk_gla_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                   const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
-                   at::Tensor& state, const std::optional<at::Tensor>& slots,
-                   const std::optional<at::Tensor>& write_slots,
-                   const std::optional<at::Tensor>& has_initial_state,
-                   const std::optional<at::Tensor>& cu_seqlens, std::optional<double> scale,
-                   bool state_v_first, bool batch_invariant, int64_t checkpoint_every,
-                   const std::optional<at::Tensor>& checkpoints,
-                   const std::optional<at::Tensor>& checkpoint_slots,
-                   const std::optional<at::Tensor>& checkpoint_cu_starts, at::Tensor& out);
+                   const OptionalTensor& g, const OptionalTensor& gv, at::Tensor& state,
+                   const OptionalTensor& slots, const OptionalTensor& write_slots,
+                   const OptionalTensor& has_initial_state, const OptionalTensor& cu_seqlens,
+                   std::optional<double> scale, bool state_v_first, bool batch_invariant,
+                   int64_t checkpoint_every, const OptionalTensor& checkpoints,
+                   const OptionalTensor& checkpoint_slots,
+                   const OptionalTensor& checkpoint_cu_starts, at::Tensor& out);
 
 // The two halves of chunk_gla over several ranks, of sequences that are not packed. Each rank sums
 // up what its tokens add to the state; from all ranks' summaries follows what enters (context
@@ -101,33 +94,29 @@ void chunk_gla_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
 // the first, of a size that the device's plan knows (`prepared_bytes`; 0: nothing, and the second
 // half makes it again).
 std::tuple<at::Tensor, at::Tensor> chunk_gla_summary(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
-    const std::optional<at::Tensor>& initial_state, std::optional<double> scale, bool state_v_first,
-    bool batch_invariant, bool for_backward, int64_t prepared_bytes);
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
+    const OptionalTensor& gv, const OptionalTensor& initial_state, std::optional<double> scale,
+    bool state_v_first, bool batch_invariant, bool for_backward, int64_t prepared_bytes);
 
 // o, final_state and what enters each segment [B, segments, H, K, V], which backward reads.
 ForwardOutputs chunk_gla_apply(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const std::optional<at::Tensor>& g,
-                               const std::optional<at::Tensor>& gv,
-                               const std::optional<at::Tensor>& initial_state,
-                               std::optional<double> scale, bool output_final_state,
-                               bool state_v_first, bool batch_invariant, bool for_backward,
-                               const at::Tensor& prepared, int64_t segments);
+                               const OptionalTensor& g, const OptionalTensor& gv,
+                               const OptionalTensor& initial_state, std::optional<double> scale,
+                               bool output_final_state, bool state_v_first, bool batch_invariant,
+                               bool for_backward, const at::Tensor& prepared, int64_t segments);
 
 // The gradient [B, H, K, V] of the state that enters, where that of the state that leaves is dht or
 // 0; and what the second half reads.
 std::tuple<at::Tensor, at::Tensor> chunk_gla_summary_bwd(
-    const at::Tensor& d_o, const std::optional<at::Tensor>& dht, const at::Tensor& q,
-    const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& g,
-    const std::optional<at::Tensor>& gv, std::optional<double> scale, bool state_v_first,
-    bool batch_invariant, const at::Tensor& prepared, int64_t prepared_bytes);
+    const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q, const at::Tensor& k,
+    const at::Tensor& v, const OptionalTensor& g, const OptionalTensor& gv,
+    std::optional<double> scale, bool state_v_first, bool batch_invariant,
+    const at::Tensor& prepared, int64_t prepared_bytes);
 
-BackwardOutputs chunk_gla_apply_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
+BackwardOutputs chunk_gla_apply_bwd(const at::Tensor& d_o, const OptionalTensor& dht,
                                     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                    const std::optional<at::Tensor>& g,
-                                    const std::optional<at::Tensor>& gv,
-                                    const std::optional<at::Tensor>& initial_state,
+                                    const OptionalTensor& g, const OptionalTensor& gv,
+                                    const OptionalTensor& initial_state,
                                     std::optional<double> scale, bool state_v_first,
                                     bool batch_invariant, const at::Tensor& prepared,
                                     const at::Tensor& entering, const at::Tensor& prepared_bwd);
@@ -140,33 +129,28 @@ BackwardOutputs chunk_gla_apply_bwd(const at::Tensor& d_o, const std::optional<a
 // `boundary`'s, or 0. Returns x, [rows, H, K, V] or v first, and in forward the decays of all
 // ranks.
 std::tuple<at::Tensor, at::Tensor> chunk_gla_fold(
-    const at::Tensor& summaries, const std::optional<at::Tensor>& decays,
-    const std::optional<at::Tensor>& boundary, int64_t size, const c10::SymInt& each,
-    const c10::SymInt& rows, const c10::SymInt& H, const c10::SymInt& K, const c10::SymInt& V,
-    bool key_gated, bool value_gated, bool state_v_first, at::IntArrayRef places,
-    at::IntArrayRef reach, at::IntArrayRef entered);
+    const at::Tensor& summaries, const OptionalTensor& decays, const OptionalTensor& boundary,
+    int64_t size, const c10::SymInt& each, const c10::SymInt& rows, const c10::SymInt& H,
+    const c10::SymInt& K, const c10::SymInt& V, bool key_gated, bool value_gated,
+    bool state_v_first, at::IntArrayRef places, at::IntArrayRef reach, at::IntArrayRef entered);
 
 // The recurrence itself, token by token, with a gate on value channels too and in reverse time if
 // asked for: S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_tᵀ. gk [B, T, HK, K] and gv
 // [B, T, HK, V] may be absent.
 using RecurrentForwardOutputs = std::tuple<at::Tensor, at::Tensor>;  // o, final_state
 
-RecurrentForwardOutputs recurrent_gla_fwd(const at::Tensor& q, const at::Tensor& k,
-                                          const at::Tensor& v, const std::optional<at::Tensor>& gk,
-                                          const std::optional<at::Tensor>& gv,
-                                          const std::optional<at::Tensor>& initial_state,
-                                          const std::optional<at::Tensor>& cu_seqlens,
-                                          std::optional<double> scale, bool output_final_state,
-                                          bool reverse, bool state_v_first);
+RecurrentForwardOutputs recurrent_gla_fwd(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
+    const OptionalTensor& gv, const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
+    std::optional<double> scale, bool output_final_state, bool reverse, bool state_v_first);
 
 // dq, dk, dv, dgk, dgv, dh0.
-BackwardOutputs recurrent_gla_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
+BackwardOutputs recurrent_gla_bwd(const at::Tensor& d_o, const OptionalTensor& dht,
                                   const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                  const std::optional<at::Tensor>& gk,
-                                  const std::optional<at::Tensor>& gv,
-                                  const std::optional<at::Tensor>& initial_state,
-                                  const std::optional<at::Tensor>& cu_seqlens,
-                                  std::optional<double> scale, bool reverse, bool state_v_first);
+                                  const OptionalTensor& gk, const OptionalTensor& gv,
+                                  const OptionalTensor& initial_state,
+                                  const OptionalTensor& cu_seqlens, std::optional<double> scale,
+                                  bool reverse, bool state_v_first);
 
 // Decoding: rows of T tokens, or with cu_seqlens N packed drafts, on a pool of states
 // [P, H, K, V] stored in any of the three shorter types, of which row n has slots[n] (n without
@@ -174,39 +158,33 @@ BackwardOutputs recurrent_gla_bwd(const at::Tensor& d_o, const std::optional<at:
 // token, verify nothing, commit_ the state after accepted[n] tokens: to slots[n], or where
 // write_slots[n] says, outside 0 .. P - 1 nowhere. step_'s other form writes o into `out`.
 at::Tensor recurrent_gla_step_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const std::optional<at::Tensor>& gk,
-                               const std::optional<at::Tensor>& gv, at::Tensor& state,
-                               const std::optional<at::Tensor>& slots, std::optional<double> scale,
-                               bool state_v_first,
-                               const std::optional<at::Tensor>& write_slots = std::nullopt);
+                               const OptionalTensor& gk, const OptionalTensor& gv,
+                               at::Tensor& state, const OptionalTensor& slots,
+                               std::optional<double> scale, bool state_v_first,
+                               const OptionalTensor& write_slots = std::nullopt);
 
 void recurrent_gla_step_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const std::optional<at::Tensor>& gk,
-                            const std::optional<at::Tensor>& gv, at::Tensor& state,
-                            const std::optional<at::Tensor>& slots, std::optional<double> scale,
-                            bool state_v_first, const std::optional<at::Tensor>& write_slots,
-                            at::Tensor& out);
+                            const OptionalTensor& gk, const OptionalTensor& gv, at::Tensor& state,
+                            const OptionalTensor& slots, std::optional<double> scale,
+                            bool state_v_first, const OptionalTensor& write_slots, at::Tensor& out);
 
 at::Tensor recurrent_gla_verify(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                const std::optional<at::Tensor>& gk,
-                                const std::optional<at::Tensor>& gv, const at::Tensor& state,
-                                const std::optional<at::Tensor>& slots, std::optional<double> scale,
-                                bool state_v_first,
-                                const std::optional<at::Tensor>& cu_seqlens = std::nullopt);
+                                const OptionalTensor& gk, const OptionalTensor& gv,
+                                const at::Tensor& state, const OptionalTensor& slots,
+                                std::optional<double> scale, bool state_v_first,
+                                const OptionalTensor& cu_seqlens = std::nullopt);
 
 void recurrent_gla_verify_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                              const std::optional<at::Tensor>& gk,
-                              const std::optional<at::Tensor>& gv, const at::Tensor& state,
-                              const std::optional<at::Tensor>& slots, std::optional<double> scale,
-                              bool state_v_first, const std::optional<at::Tensor>& cu_seqlens,
-                              at::Tensor& out);
+                              const OptionalTensor& gk, const OptionalTensor& gv,
+                              const at::Tensor& state, const OptionalTensor& slots,
+                              std::optional<double> scale, bool state_v_first,
+                              const OptionalTensor& cu_seqlens, at::Tensor& out);
 
-void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v,
-                           const std::optional<at::Tensor>& gk, const std::optional<at::Tensor>& gv,
-                           at::Tensor& state, const std::optional<at::Tensor>& slots,
+void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v, const OptionalTensor& gk,
+                           const OptionalTensor& gv, at::Tensor& state, const OptionalTensor& slots,
                            const at::Tensor& accepted, bool state_v_first,
-                           const std::optional<at::Tensor>& cu_seqlens = std::nullopt,
-                           const std::optional<at::Tensor>& write_slots = std::nullopt);
+                           const OptionalTensor& cu_seqlens = std::nullopt,
+                           const OptionalTensor& write_slots = std::nullopt);
 
 // The root mean square norm over the last dimension (arXiv 1910.07467), times a weight [V] and an
 // activated gate of x's shape, each of which may be absent, rounded once:
@@ -218,21 +196,21 @@ using NormBackwardOutputs =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // dx, dweight, dgate, y; 0
                                                                  // elements where absent
 
-NormForwardOutputs rms_norm_gate_fwd(const at::Tensor& x, const std::optional<at::Tensor>& weight,
-                                     const std::optional<at::Tensor>& gate,
-                                     std::string_view activation, double eps);
+NormForwardOutputs rms_norm_gate_fwd(const at::Tensor& x, const OptionalTensor& weight,
+                                     const OptionalTensor& gate, std::string_view activation,
+                                     double eps);
 
 NormBackwardOutputs rms_norm_gate_bwd(const at::Tensor& dy, const at::Tensor& x,
-                                      const std::optional<at::Tensor>& weight,
-                                      const std::optional<at::Tensor>& gate, const at::Tensor& rstd,
-                                      std::string_view activation, bool output = false);
+                                      const OptionalTensor& weight, const OptionalTensor& gate,
+                                      const at::Tensor& rstd, std::string_view activation,
+                                      bool output = false);
 
 // The linear map of the norm of heads, with o and gate [..., H, V], norm_weight [V] and weight
 // [N, H V]: linear(y, weight), where y is the above [..., H V]. Saved for backward are o, gate, the
 // weights and rstd, and no y.
 at::Tensor norm_gate_linear(const at::Tensor& o, const at::Tensor& gate, const at::Tensor& weight,
-                            const std::optional<at::Tensor>& norm_weight,
-                            std::string_view activation, double eps);
+                            const OptionalTensor& norm_weight, std::string_view activation,
+                            double eps);
 
 // The same of a residual stream to which x is added first: stream = residual + x, rounded to the
 // residual's dtype, which is x's or fp32, and y = stream rstd weight in x's dtype. dstream is the
@@ -243,13 +221,12 @@ using NormResidualBackwardOutputs =
     std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dx, dresidual, dweight
 
 NormResidualForwardOutputs rms_norm_residual_fwd(const at::Tensor& x, const at::Tensor& residual,
-                                                 const std::optional<at::Tensor>& weight,
-                                                 double eps);
+                                                 const OptionalTensor& weight, double eps);
 
 NormResidualBackwardOutputs rms_norm_residual_bwd(const at::Tensor& dy,
-                                                  const std::optional<at::Tensor>& dstream,
+                                                  const OptionalTensor& dstream,
                                                   const at::Tensor& stream,
-                                                  const std::optional<at::Tensor>& weight,
+                                                  const OptionalTensor& weight,
                                                   const at::Tensor& rstd);
 
 // SwiGLU (arXiv 2002.05202) of tensors of one shape [..., D], rounded once: y = silu(gate) up. The
@@ -264,7 +241,7 @@ SwigluBackwardOutputs swiglu_bwd(const at::Tensor& dy, const at::Tensor& gate, c
 // linear(silu(gate) up, weight, bias) with weight [N, D] and bias [N], which saves gate, up and
 // weight for backward, and no product.
 at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
-                         const std::optional<at::Tensor>& bias = {});
+                         const OptionalTensor& bias = {});
 
 // A causal convolution of every channel over the last W tokens, then SiLU, rounded once:
 // y_t = silu(bias + sum_s weight_{W-1-s} x_{t-s}).
@@ -283,36 +260,33 @@ using ConvolutionBackwardOutputs =
                                                                  // last two 0 elements where absent
 
 ConvolutionForwardOutputs short_convolution_fwd(const at::Tensor& x, const at::Tensor& weight,
-                                                const std::optional<at::Tensor>& bias,
-                                                const std::optional<at::Tensor>& cache,
-                                                const std::optional<at::Tensor>& cu_seqlens,
+                                                const OptionalTensor& bias,
+                                                const OptionalTensor& cache,
+                                                const OptionalTensor& cu_seqlens,
                                                 bool output_state);
 
-ConvolutionBackwardOutputs short_convolution_bwd(const at::Tensor& dy,
-                                                 const std::optional<at::Tensor>& dstate,
+ConvolutionBackwardOutputs short_convolution_bwd(const at::Tensor& dy, const OptionalTensor& dstate,
                                                  const at::Tensor& x, const at::Tensor& weight,
-                                                 const std::optional<at::Tensor>& bias,
-                                                 const std::optional<at::Tensor>& cache,
-                                                 const std::optional<at::Tensor>& cu_seqlens);
+                                                 const OptionalTensor& bias,
+                                                 const OptionalTensor& cache,
+                                                 const OptionalTensor& cu_seqlens);
 
 // The same on a pool of caches [P, D, W], of which sequence n has slots[n] (n without slots;
 // outside 0 .. P - 1: y = 0, no cache is touched): read, or 0 where has_initial_state says so, and
 // written there or to write_slots[n], outside 0 .. P - 1 nowhere. Tokens after the last offset give
 // y = 0.
 at::Tensor short_convolution_(const at::Tensor& x, const at::Tensor& weight,
-                              const std::optional<at::Tensor>& bias, at::Tensor& state,
-                              const std::optional<at::Tensor>& slots,
-                              const std::optional<at::Tensor>& write_slots,
-                              const std::optional<at::Tensor>& has_initial_state,
-                              const std::optional<at::Tensor>& cu_seqlens);
+                              const OptionalTensor& bias, at::Tensor& state,
+                              const OptionalTensor& slots, const OptionalTensor& write_slots,
+                              const OptionalTensor& has_initial_state,
+                              const OptionalTensor& cu_seqlens);
 
 // The same, y in `out`.
 void short_convolution_out(const at::Tensor& x, const at::Tensor& weight,
-                           const std::optional<at::Tensor>& bias, at::Tensor& state,
-                           const std::optional<at::Tensor>& slots,
-                           const std::optional<at::Tensor>& write_slots,
-                           const std::optional<at::Tensor>& has_initial_state,
-                           const std::optional<at::Tensor>& cu_seqlens, at::Tensor& out);
+                           const OptionalTensor& bias, at::Tensor& state,
+                           const OptionalTensor& slots, const OptionalTensor& write_slots,
+                           const OptionalTensor& has_initial_state,
+                           const OptionalTensor& cu_seqlens, at::Tensor& out);
 
 // Cross entropy of logits [N, V] with labels `target` [N], int32 or int64. common/cross_entropy.h
 // has the loss of a token, and what the options do. ignore_index: a label that does not count.
@@ -351,7 +325,7 @@ using LinearCrossEntropyOutputs =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // loss, dx, dweight, dbias; 0
                                                                  // elements unless asked for
 LinearCrossEntropyOutputs linear_cross_entropy_fwd(
-    const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+    const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
     const at::Tensor& target, int64_t ignore_index, double label_smoothing, double logit_scale,
     std::optional<double> logit_softcapping, int64_t num_chunks, bool with_dx, bool with_dweight);
 
@@ -362,13 +336,12 @@ using GateProjectionBackwardOutputs =
                                                      // where absent
 
 at::Tensor gate_projection_fwd(const at::Tensor& h, const at::Tensor& weight,
-                               const std::optional<at::Tensor>& bias, double normalizer,
+                               const OptionalTensor& bias, double normalizer,
                                std::optional<double> clamp_min);
 
 GateProjectionBackwardOutputs gate_projection_bwd(const at::Tensor& dg, const at::Tensor& h,
                                                   const at::Tensor& weight,
-                                                  const std::optional<at::Tensor>& bias,
-                                                  double normalizer,
+                                                  const OptionalTensor& bias, double normalizer,
                                                   std::optional<double> clamp_min);
 
 }  // namespace gla_ext

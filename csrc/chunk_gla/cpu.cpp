@@ -2,8 +2,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "common/groups.h"
-#include "common/head_gates.h"
+#include "common/heads.h"
 #include "cpu/host/call.h"
 #include "op.h"
 #include "steps/op.h"

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "common/head_gates.h"
+#include "common/heads.h"
 
 namespace gla_ext {
 namespace {

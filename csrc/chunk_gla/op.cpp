@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "common/output_grad.h"
 #include "dispatch/autocast.h"
 #include "dispatch/differentiable.h"
 #include "dispatch/meta.h"
@@ -41,6 +40,12 @@ BackwardOutputs chunk_gla_bwd(const at::Tensor& d_o, const OptionalTensor& dht, 
             batch_invariant, for_backward, gate_gradient);
 }
 
+BackwardOutputs dispatch(const BackwardArguments& a) {
+  return chunk_gla_bwd(a.d_o, a.dht, a.q, a.k, a.v, a.g, a.gv, a.initial_state, a.cu_seqlens,
+                       a.scale, a.state_v_first, a.batch_invariant, a.for_backward,
+                       a.gate_gradient);
+}
+
 std::tuple<at::Tensor, OptionalTensor> chunk_gla(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
     std::optional<double> scale, const OptionalTensor& initial_state, bool output_final_state,
@@ -68,9 +73,7 @@ Shape check_inputs(const char* op, const Arguments& a) {
 
 }  // namespace
 
-Shape check_chunk_inputs(const char* op, const ForwardArguments& a) { return check_inputs(op, a); }
-
-Shape check_chunk_gla_fwd(const ForwardArguments& a) { return check_inputs("chunk_gla", a); }
+Shape check_chunk_gla_fwd(const ForwardArguments& a, const char* op) { return check_inputs(op, a); }
 
 int64_t check_for_backward_bytes(const char* op, int64_t for_backward_bytes) {
   TORCH_CHECK_VALUE(for_backward_bytes >= kPlannedBytes, op,
@@ -103,13 +106,8 @@ ForwardOutputs chunk_gla_fwd_meta(const ForwardArguments& a) {
 }
 
 BackwardOutputs chunk_gla_bwd_meta(const BackwardArguments& a) {
-  const Shape s = check_chunk_gla_bwd(a);
-  return {fresh(a.q),
-          fresh(a.k),
-          fresh(a.v),
-          gate_grad(a.gate_gradient ? a.g : std::nullopt, a.q, s),
-          gate_grad(a.gv, a.q, s),
-          boundary_state_if(given(a.initial_state), s, a.q, a.state_v_first)};
+  return fresh_gradients(check_chunk_gla_bwd(a), a.q, a.k, a.v, a.gate_gradient ? a.g : kAbsent,
+                         a.gv, a.initial_state, a.state_v_first);
 }
 
 // Saved are the inputs and what the device's plan leaves for backward (for_backward.h).

@@ -7,33 +7,37 @@
 
 namespace gla_ext {
 
-// As ops.h describes them.
-struct ForwardArguments {
+// As ops.h describes them. What several operators take is a base, in the order of the schema.
+struct ChunkInputs {
   const at::Tensor &q, &k, &v;
-  const OptionalTensor &g, &gv, &initial_state, &cu_seqlens;
+  const OptionalTensor &g, &gv;
+};
+struct ChunkOutputGrads {
+  const at::Tensor& d_o;
+  const OptionalTensor& dht;
+};
+
+struct ForwardArguments : ChunkInputs {
+  const OptionalTensor &initial_state, &cu_seqlens;
   std::optional<double> scale;
   bool output_final_state, state_v_first, batch_invariant;
   int64_t for_backward_bytes;
 };
 
-struct BackwardArguments {
-  const at::Tensor& d_o;
-  const OptionalTensor& dht;
-  const at::Tensor &q, &k, &v;
-  const OptionalTensor &g, &gv, &initial_state, &cu_seqlens;
+struct BackwardArguments : ChunkOutputGrads, ChunkInputs {
+  const OptionalTensor &initial_state, &cu_seqlens;
   std::optional<double> scale;
   bool state_v_first, batch_invariant;
   const OptionalTensor& for_backward;
   bool gate_gradient;
 };
 
-// The operator, through the dispatcher.
+// The operators, through the dispatcher.
 ForwardOutputs dispatch(const ForwardArguments& a);
+BackwardOutputs dispatch(const BackwardArguments& a);
 
 // The checks, for every backend and for tracing.
-Shape check_chunk_gla_fwd(const ForwardArguments& a);
-// The same under another operator's name.
-Shape check_chunk_inputs(const char* op, const ForwardArguments& a);
+Shape check_chunk_gla_fwd(const ForwardArguments& a, const char* op = "chunk_gla");
 
 // Of for_backward_bytes, what to allocate for `for_backward`.
 int64_t check_for_backward_bytes(const char* op, int64_t for_backward_bytes);

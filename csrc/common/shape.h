@@ -7,13 +7,19 @@
 #include <optional>
 
 #include "chunk.h"
+#include "ops.h"
 
 namespace gla_ext {
 
-using OptionalTensor = std::optional<at::Tensor>;
+inline const OptionalTensor kAbsent;
 
 // An optional tensor that is there and defined.
 inline bool given(const OptionalTensor& t) { return t.has_value() && t->defined(); }
+
+// What sums of such inputs are made in.
+inline at::ScalarType accumulate_of(const at::Tensor& t) {
+  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 struct Shape {
   c10::SymInt B, T, H, K, V;

@@ -59,13 +59,10 @@ class CrossEntropyTasks {
 };
 
 struct Backend {
-  // f(CrossEntropyTasks<float or double>) by the accumulation dtype.
   template <typename F>
-  static void with_tasks(const CrossEntropyCall& call, F&& f) {
-    if (call.accumulate == at::kDouble)
-      f(CrossEntropyTasks<double>(call));
-    else
-      f(CrossEntropyTasks<float>(call));
+  static void with_tasks(const CrossEntropyCall& call, const F& f) {
+    with_accumulate(call.accumulate,
+                    [&](auto type) { f(CrossEntropyTasks<decltype(type)>(call)); });
   }
 
   static void forward(const CrossEntropyCall& call, const at::Tensor& loss,

@@ -38,9 +38,7 @@ struct LinearArguments {
   const at::Tensor &x, &weight;
   const OptionalTensor& bias;
   const at::Tensor& target;
-  int64_t ignore_index;
-  double label_smoothing, logit_scale;
-  std::optional<double> logit_softcapping;
+  LossOptions options;
   int64_t num_chunks;
   bool with_dx, with_dweight;
 };
@@ -64,8 +62,7 @@ void check_linear_cross_entropy(const LinearArguments& a) {
   check.shape("target", a.target, "[N]", {N});
   TORCH_CHECK_VALUE(a.num_chunks >= 1, op, ": expected num_chunks to be at least 1, got ",
                     a.num_chunks);
-  CrossEntropyArguments{a.ignore_index, a.label_smoothing, a.logit_scale, a.logit_softcapping}
-      .checked(op);
+  CrossEntropyArguments{a.options}.checked(op);
 }
 
 // As many rows as make num_chunks parts of x, in fewer where logits are not much wider than x.
@@ -87,9 +84,10 @@ void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b) {
 LinearCrossEntropyOutputs kernel(const LinearArguments& a) {
   check_linear_cross_entropy(a);
   const at::Tensor &x = a.x, &weight = a.weight;
+  const LossOptions& o = a.options;
   const at::ScalarType accumulate = accumulate_of(x);
   const int64_t N = x.size(0), D = x.size(1), V = weight.size(0);
-  if (x.is_cpu()) check_labels("linear_cross_entropy", a.target, V, a.ignore_index);
+  if (x.is_cpu()) check_labels("linear_cross_entropy", a.target, V, o.ignore_index);
   const auto wide = x.options().dtype(accumulate);
   at::Tensor loss = at::zeros({}, wide);
   at::Tensor dx = a.with_dx ? at::empty({N, D}, x.options()) : at::empty({0}, x.options());
@@ -102,13 +100,13 @@ LinearCrossEntropyOutputs kernel(const LinearArguments& a) {
     const at::Tensor labels = a.target.narrow(0, first, count);
     at::Tensor logits = at::linear(part, weight, a.bias);
     if (!a.with_dx && !a.with_dweight) {
-      loss += std::get<0>(cross_entropy_fwd(logits, labels, a.ignore_index, a.label_smoothing,
-                                            a.logit_scale, a.logit_softcapping, 0, false))
+      loss += std::get<0>(cross_entropy_fwd(logits, labels, o.ignore_index, o.label_smoothing,
+                                            o.logit_scale, o.logit_softcapping, 0, false))
                   .sum();
       continue;
     }
-    loss += cross_entropy_with_grad_(logits, labels, a.ignore_index, a.label_smoothing,
-                                     a.logit_scale, a.logit_softcapping, 0)
+    loss += cross_entropy_with_grad_(logits, labels, o.ignore_index, o.label_smoothing,
+                                     o.logit_scale, o.logit_softcapping, 0)
                 .sum();
     if (a.with_dx) {
       at::Tensor of_part = dx.narrow(0, first, count);
@@ -165,9 +163,10 @@ struct LinearCrossEntropy {
 LinearCrossEntropyOutputs autograd(const LinearArguments& a) {
   refuse_unsupported(LinearCrossEntropy::fwd, a.x, a.weight, a.bias, a.target);
   const bool trains = a.weight.requires_grad() || (given(a.bias) && a.bias->requires_grad());
+  const LossOptions& o = a.options;
   const auto run = [&](auto* call, bool with_dx, bool with_dweight) {
-    return call(a.x, a.weight, a.bias, a.target, a.ignore_index, a.label_smoothing, a.logit_scale,
-                a.logit_softcapping, a.num_chunks, with_dx, with_dweight);
+    return call(a.x, a.weight, a.bias, a.target, o.ignore_index, o.label_smoothing, o.logit_scale,
+                o.logit_softcapping, a.num_chunks, with_dx, with_dweight);
   };
   if (!at::GradMode::is_enabled()) {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -188,22 +187,13 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
          "num_chunks, bool with_dx, bool with_dweight) -> (Tensor loss, Tensor dx, Tensor dweight, "
          "Tensor dbias)");
   autocast_first<3, linear_cross_entropy_fwd>(m, "linear_cross_entropy_fwd");
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
-  m.impl("linear_cross_entropy_fwd", by_arguments<linear_cross_entropy_fwd, kernel>);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
-  m.impl("linear_cross_entropy_fwd", by_arguments<linear_cross_entropy_fwd, kernel>);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
-  m.impl("linear_cross_entropy_fwd", by_arguments<linear_cross_entropy_fwd, meta>);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  m.impl("linear_cross_entropy_fwd", by_arguments<linear_cross_entropy_fwd, autograd>);
+  const auto impl = [&](c10::DispatchKey key, auto* function) {
+    m.impl("linear_cross_entropy_fwd", torch::dispatch(key, function));
+  };
+  impl(c10::DispatchKey::CPU, by_arguments<linear_cross_entropy_fwd, kernel>);
+  impl(c10::DispatchKey::CUDA, by_arguments<linear_cross_entropy_fwd, kernel>);
+  impl(c10::DispatchKey::Meta, by_arguments<linear_cross_entropy_fwd, meta>);
+  impl(c10::DispatchKey::Autograd, by_arguments<linear_cross_entropy_fwd, autograd>);
 }
 
 }  // namespace gla_ext

@@ -65,10 +65,6 @@ CrossEntropyOptions CrossEntropyArguments::checked(const char* op) const {
           lse_square_scale};
 }
 
-at::ScalarType accumulate_of(const at::Tensor& t) {
-  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 CrossEntropyCall check_cross_entropy(const char* op, const at::Tensor& logits,
                                      const at::Tensor& target, const CrossEntropyArguments& options,
                                      bool written, const at::Tensor* dloss, const at::Tensor* lse) {

@@ -12,10 +12,12 @@
 namespace gla_ext {
 
 // The options as operators take them.
-struct CrossEntropyArguments {
+struct LossOptions {
   int64_t ignore_index;
   double label_smoothing, logit_scale;
   std::optional<double> logit_softcapping;
+};
+struct CrossEntropyArguments : LossOptions {
   double lse_square_scale = 0;
 
   CrossEntropyOptions checked(const char* op) const;
@@ -40,8 +42,6 @@ CrossEntropyCall check_cross_entropy(const char* op, const at::Tensor& logits,
                                      const at::Tensor& target, const CrossEntropyArguments& options,
                                      bool written, const at::Tensor* dloss = nullptr,
                                      const at::Tensor* lse = nullptr);
-
-at::ScalarType accumulate_of(const at::Tensor& t);
 
 // Where labels can be read at no cost: each is a class, or ignored.
 void check_labels(const char* op, const at::Tensor& target, int64_t V, int64_t ignored);

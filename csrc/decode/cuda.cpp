@@ -101,51 +101,45 @@ class DecodeCall : Launch {
   Before before_ = Before::kNothing;
 };
 
-std::vector<at::Tensor> launched(const NormLinear& a) {
-  DecodeCall call("norm_linear", a.x, 1, a.overlaps);
-  call.norm(a.norm_weight, a.eps, a.x.size(-1), Before::kNorm);
-  if (!call.serves(a.weights.size())) return composed(a);
-  std::vector<at::Tensor> results;
-  for (const at::Tensor& weight : a.weights) results.push_back(call.map(weight, 16));
-  call.run(decode_norm_linear);
-  return results;
-}
-
-at::Tensor launched(const NormSwiglu& a) {
-  DecodeCall call("norm_swiglu", a.x, 1, a.overlaps);
-  call.norm(a.norm_weight, a.eps, a.x.size(-1), Before::kNorm);
-  if (!call.serves(1)) return composed(a);
-  at::Tensor y = call.map(a.gate_weight, 8);
-  call.up(a.up_weight);
-  call.run(decode_norm_swiglu);
-  return y;
-}
-
-at::Tensor launched(const LinearResidual& a) {
-  DecodeCall call("linear_residual", a.x, 1, a.overlaps);
-  if (!call.serves(1)) return composed(a);
-  at::Tensor y = call.map(a.weight, 16);
-  call.residual(a.residual);
-  call.run(decode_linear_residual);
-  return y;
-}
-
-at::Tensor launched(const NormGateLinearResidual& a) {
-  DecodeCall call("norm_gate_linear_residual", a.o, 2, a.overlaps);
-  call.norm(a.norm_weight, a.eps, a.o.size(-1), Before::kGatedNorm);
-  if (!call.serves(1)) return composed(a);
-  at::Tensor y = call.map(a.weight, 16);
-  call.gate(a.gate);
-  call.residual(a.residual);
-  call.run(decode_norm_gate_linear_residual);
-  return y;
-}
-
 struct Backend {
-  template <class Arguments>
-  static auto run(const Arguments& a) {
-    check(a);
-    return launched(a);
+  static std::vector<at::Tensor> run(const NormLinear& a) {
+    DecodeCall call("norm_linear", a.x, 1, a.overlaps);
+    call.norm(a.norm_weight, a.eps, a.x.size(-1), Before::kNorm);
+    if (!call.serves(a.weights.size())) return composed(a);
+    std::vector<at::Tensor> results;
+    for (const at::Tensor& weight : a.weights) results.push_back(call.map(weight, 16));
+    call.run(decode_norm_linear);
+    return results;
+  }
+
+  static at::Tensor run(const NormSwiglu& a) {
+    DecodeCall call("norm_swiglu", a.x, 1, a.overlaps);
+    call.norm(a.norm_weight, a.eps, a.x.size(-1), Before::kNorm);
+    if (!call.serves(1)) return composed(a);
+    at::Tensor y = call.map(a.gate_weight, 8);
+    call.up(a.up_weight);
+    call.run(decode_norm_swiglu);
+    return y;
+  }
+
+  static at::Tensor run(const LinearResidual& a) {
+    DecodeCall call("linear_residual", a.x, 1, a.overlaps);
+    if (!call.serves(1)) return composed(a);
+    at::Tensor y = call.map(a.weight, 16);
+    call.residual(a.residual);
+    call.run(decode_linear_residual);
+    return y;
+  }
+
+  static at::Tensor run(const NormGateLinearResidual& a) {
+    DecodeCall call("norm_gate_linear_residual", a.o, 2, a.overlaps);
+    call.norm(a.norm_weight, a.eps, a.o.size(-1), Before::kGatedNorm);
+    if (!call.serves(1)) return composed(a);
+    at::Tensor y = call.map(a.weight, 16);
+    call.gate(a.gate);
+    call.residual(a.residual);
+    call.run(decode_norm_gate_linear_residual);
+    return y;
   }
 };
 

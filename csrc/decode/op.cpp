@@ -7,7 +7,6 @@
 #include "dispatch/in_place.h"
 #include "dispatch/linear_map.h"
 #include "dispatch/meta.h"
-#include "dispatch/schema.h"
 #include "ops.h"
 
 namespace gla_ext {
@@ -89,7 +88,6 @@ namespace {
 struct Composed {
   template <class Arguments>
   static auto run(const Arguments& a) {
-    check(a);
     return composed(a);
   }
 };
@@ -102,21 +100,15 @@ struct Traced {
     sizes.push_back(N);
     return empty(sizes, x, x.scalar_type());
   }
-  static std::vector<at::Tensor> shaped(const NormLinear& a) {
+  static std::vector<at::Tensor> run(const NormLinear& a) {
     std::vector<at::Tensor> results;
     for (const at::Tensor& weight : a.weights) results.push_back(of_width(a.x, weight.sym_size(0)));
     return results;
   }
-  static at::Tensor shaped(const NormSwiglu& a) { return of_width(a.x, a.gate_weight.sym_size(0)); }
-  static at::Tensor shaped(const LinearResidual& a) { return of_width(a.x, a.weight.sym_size(0)); }
-  static at::Tensor shaped(const NormGateLinearResidual& a) {
+  static at::Tensor run(const NormSwiglu& a) { return of_width(a.x, a.gate_weight.sym_size(0)); }
+  static at::Tensor run(const LinearResidual& a) { return of_width(a.x, a.weight.sym_size(0)); }
+  static at::Tensor run(const NormGateLinearResidual& a) {
     return of_width(a.o, a.weight.sym_size(0), /*dropped=*/2);
-  }
-
-  template <class Arguments>
-  static auto run(const Arguments& a) {
-    check(a);
-    return shaped(a);
   }
 };
 
@@ -125,28 +117,26 @@ constexpr char kInstead[] = "decoding has no gradient, run it under torch.no_gra
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
-  define(m,
-         "norm_linear(Tensor x, Tensor? norm_weight, float eps, Tensor[] weights, bool "
-         "overlaps=False) -> Tensor[]");
-  define(m,
-         "norm_swiglu(Tensor x, Tensor? norm_weight, float eps, Tensor gate_weight, Tensor "
-         "up_weight, bool overlaps=False) -> Tensor");
-  define(
+  define_without_gradient<kInstead>(
+      m,
+      "norm_linear(Tensor x, Tensor? norm_weight, float eps, Tensor[] weights, bool "
+      "overlaps=False) -> Tensor[]");
+  define_without_gradient<kInstead>(
+      m,
+      "norm_swiglu(Tensor x, Tensor? norm_weight, float eps, Tensor gate_weight, Tensor "
+      "up_weight, bool overlaps=False) -> Tensor");
+  define_without_gradient<kInstead>(
       m,
       "linear_residual(Tensor x, Tensor weight, Tensor residual, bool overlaps=False) -> Tensor");
-  define(m,
-         "norm_gate_linear_residual(Tensor o, Tensor? norm_weight, float eps, Tensor gate, Tensor "
-         "weight, Tensor residual, bool overlaps=False) -> Tensor");
+  define_without_gradient<kInstead>(
+      m,
+      "norm_gate_linear_residual(Tensor o, Tensor? norm_weight, float eps, Tensor gate, Tensor "
+      "weight, Tensor residual, bool overlaps=False) -> Tensor");
   refuse_vmap(m, {"norm_linear", "norm_swiglu", "linear_residual", "norm_gate_linear_residual"});
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, CPU, m) { register_decode<Composed>(m); }
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) { register_decode<Traced>(m); }
-
-TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  without_gradient<kInstead>(
-      m, {"norm_linear", "norm_swiglu", "linear_residual", "norm_gate_linear_residual"});
-}
 
 }  // namespace gla_ext

@@ -49,7 +49,13 @@ at::Tensor composed(const NormSwiglu& a);
 at::Tensor composed(const LinearResidual& a);
 at::Tensor composed(const NormGateLinearResidual& a);
 
-// Registers the operators from a backend, whose `run` takes the arguments of any of them.
+template <class Backend, class Arguments>
+auto run_checked(const Arguments& a) {
+  check(a);
+  return Backend::run(a);
+}
+
+// Registers the operators from a backend, whose `run` takes the checked arguments of any of them.
 template <class Backend>
 void register_decode(torch::Library& m) {
   using Tensor = const at::Tensor&;
@@ -58,11 +64,11 @@ void register_decode(torch::Library& m) {
   using Swiglu = at::Tensor (*)(Tensor, Optional, double, Tensor, Tensor, bool);
   using Residual = at::Tensor (*)(Tensor, Tensor, Tensor, bool);
   using Gated = at::Tensor (*)(Tensor, Optional, double, Tensor, Tensor, Tensor, bool);
-  m.impl("norm_linear", by_arguments<Maps{}, Backend::template run<NormLinear>>);
-  m.impl("norm_swiglu", by_arguments<Swiglu{}, Backend::template run<NormSwiglu>>);
-  m.impl("linear_residual", by_arguments<Residual{}, Backend::template run<LinearResidual>>);
+  m.impl("norm_linear", by_arguments<Maps{}, run_checked<Backend, NormLinear>>);
+  m.impl("norm_swiglu", by_arguments<Swiglu{}, run_checked<Backend, NormSwiglu>>);
+  m.impl("linear_residual", by_arguments<Residual{}, run_checked<Backend, LinearResidual>>);
   m.impl("norm_gate_linear_residual",
-         by_arguments<Gated{}, Backend::template run<NormGateLinearResidual>>);
+         by_arguments<Gated{}, run_checked<Backend, NormGateLinearResidual>>);
 }
 
 }  // namespace gla_ext

@@ -5,9 +5,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <tuple>
 #include <type_traits>
 
 namespace gla_ext {
+
+using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
+using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 // Where the form of an operator that takes `out` writes; null in the other form. The last member.
 struct Out {

@@ -6,33 +6,16 @@
 
 #include <utility>
 
-#include "common/shape.h"
-
 namespace gla_ext {
 
-// Casts what autocast casts, as long as it stands, with autocast itself off.
-template <c10::DeviceType device>
-class Cast {
- public:
-  at::Tensor operator()(const at::Tensor& t) const {
-    return at::autocast::cached_cast(dtype_, t, device);
-  }
-  OptionalTensor operator()(const OptionalTensor& t) const {
-    return at::autocast::cached_cast(dtype_, t, device);
-  }
-  template <bool casts, typename T>
-  decltype(auto) where(T& argument) const {
-    if constexpr (casts)
-      return (*this)(argument);
-    else
-      return (argument);
-  }
-
- private:
-  c10::impl::ExcludeDispatchKeyGuard no_autocast_{
-      at::autocast::get_autocast_dispatch_key_from_device_type(device)};
-  at::ScalarType dtype_ = at::autocast::get_autocast_dtype(device);
-};
+// An argument as autocast takes it, or as it is.
+template <c10::DeviceType device, bool casts, typename T>
+decltype(auto) cast_if(T& argument, at::ScalarType dtype) {
+  if constexpr (casts)
+    return at::autocast::cached_cast(dtype, argument, device);
+  else
+    return (argument);
+}
 
 // The kernel of the operator that `call` runs.
 template <c10::DeviceType device, size_t count, auto call>
@@ -46,8 +29,10 @@ struct CastFirst<device, count, call> {
  private:
   template <size_t... place>
   static Result run_at(std::index_sequence<place...>, Args... args) {
-    const Cast<device> cast;
-    return call(cast.template where<(place < count)>(args)...);
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+        at::autocast::get_autocast_dispatch_key_from_device_type(device));
+    const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
+    return call(cast_if<device, (place < count)>(args, dtype)...);
   }
 };
 

@@ -1,27 +1,16 @@
 // The Autograd kernels of operators, each from a declaration.
 //
-// A differentiable operator has a struct with two functions, as torch.library.register_autograd
-// takes them:
-//
-//   struct Swiglu {
-//     static constexpr const char *fwd = "swiglu_fwd", *bwd = "swiglu_bwd";  // schemas
-//     // Saves what backward reads. Returns how many outputs, the first ones, have a gradient. It
-//     // may take the arguments as one struct.
-//     static size_t setup_context(AutogradContext* ctx, const variable_list& outputs,
-//                                 const at::Tensor& gate, const at::Tensor& up) {
-//       ctx->save_for_backward({gate, up});
-//       return 1;
-//     }
-//     // The gradients of the first arguments, undefined where there is none. It is not called
-//     // where no gradient of an output has come.
-//     static variable_list backward(AutogradContext* ctx, const variable_list& grads);
-//   };
-//   m.impl(Swiglu::fwd, Differentiable<swiglu_fwd, Swiglu>::run);
-//   m.impl(Swiglu::bwd, DifferentiableOnce<swiglu_bwd, Swiglu>::run);
+// A differentiable operator has a struct (csrc/README.md shows one) with the names of its schemas,
+// `fwd` and `bwd`, and two functions, as torch.library.register_autograd takes them:
+//   setup_context  saves what backward reads; it may take the arguments as one struct. Returns how
+//                  many outputs, the first ones, have a gradient.
+//   backward       the gradients of the first arguments, undefined where there is none. It is not
+//                  called where no gradient of an output has come.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <initializer_list>
@@ -133,9 +122,11 @@ template <typename Result, typename... Args, Result (*call)(Args...), class Grad
 struct DifferentiableOnce<call, Gradient> {
   static Result run(Args... args) {
     refuse_unsupported(Gradient::bwd, args...);
-    if (!at::GradMode::is_enabled()) return below_autograd<call>(args...);
-    return from_list<Result>(Function::apply(args...));
+    return at::GradMode::is_enabled() ? record(args...) : below_autograd<call>(args...);
   }
+
+  // The call in grad mode, of arguments that were looked at.
+  static Result record(Args... args) { return from_list<Result>(Function::apply(args...)); }
 
  private:
   struct Function : torch::autograd::Function<Function> {
@@ -150,5 +141,13 @@ struct DifferentiableOnce<call, Gradient> {
     }
   };
 };
+
+// Registers the Autograd kernels of an operator and of its backward operator.
+template <auto fwd, auto bwd, class Gradient>
+void differentiable(torch::Library& m) {
+  using torch::dispatch, c10::DispatchKey;
+  m.impl(Gradient::fwd, dispatch(DispatchKey::Autograd, &Differentiable<fwd, Gradient>::run));
+  m.impl(Gradient::bwd, dispatch(DispatchKey::Autograd, &DifferentiableOnce<bwd, Gradient>::run));
+}
 
 }  // namespace gla_ext

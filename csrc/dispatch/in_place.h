@@ -7,10 +7,12 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 
-#include <initializer_list>
+#include <cstdint>
+#include <string>
 #include <type_traits>
 
 #include "refuse.h"
+#include "schema.h"
 
 namespace gla_ext {
 
@@ -24,9 +26,12 @@ void run_without_gradient(const c10::OperatorHandle& op, torch::jit::Stack* stac
 }
 
 template <const char* instead>
-void without_gradient(torch::Library& m, std::initializer_list<const char*> operators) {
-  for (const char* name : operators)
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_without_gradient<instead>>());
+void define_without_gradient(torch::Library& m, const std::string& schema) {
+  define(m, schema);
+  m.impl(
+      schema.substr(0, schema.find('(')).c_str(),
+      torch::dispatch(c10::DispatchKey::Autograd,
+                      torch::CppFunction::makeFromBoxedFunction<&run_without_gradient<instead>>()));
 }
 
 // What an operator without a gradient says: its name and the sentence after it.
@@ -44,10 +49,13 @@ void refuse_gradient_of(const Refusal& refusal, const T& argument) {
   }
 }
 
-// Written are the tensors that a call takes as at::Tensor&.
-inline void tell_if_written(at::Tensor& written) { tell_autograd(written); }
+// Written are the tensors that a call takes as at::Tensor&, and optional ones that it names.
+inline void tell_if_written(at::Tensor& written, bool) { tell_autograd(written); }
+inline void tell_if_written(const OptionalTensor& t, bool written) {
+  if (written && given(t)) tell_autograd(*t);
+}
 template <typename T>
-void tell_if_written(const T&) {}
+void tell_if_written(const T&, bool) {}
 
 // The kernels of the operator that `call` runs, with its arguments.
 template <auto call>
@@ -67,29 +75,33 @@ struct InPlace<call> {
     return call(args...);
   }
 
+  // written: the place of an optional argument that is written to.
+  template <size_t written>
   static Result run_and_tell(Args... args) {
     const auto run = [&] {
       at::AutoDispatchBelowADInplaceOrView below;
       return call(args...);
     };
+    size_t place = 0;
     if constexpr (std::is_void_v<Result>) {
       run();
-      (tell_if_written(args), ...);
+      (tell_if_written(args, place++ == written), ...);
     } else {
       Result result = run();
-      (tell_if_written(args), ...);
+      (tell_if_written(args, place++ == written), ...);
       return result;
     }
   }
 };
 
-// Registers them.
-template <auto call, const Refusal& refusal>
+// Registers them. written: the place of an optional argument that is written to, if there is one.
+template <auto call, const Refusal& refusal, size_t written = SIZE_MAX>
 void in_place(torch::Library& m, const char* name) {
   using c10::DispatchKey;
   m.impl(name, torch::dispatch(DispatchKey::Autograd, &InPlace<call>::template refuse<refusal>));
   if constexpr (InPlace<call>::writes)
-    m.impl(name, torch::dispatch(DispatchKey::ADInplaceOrView, &InPlace<call>::run_and_tell));
+    m.impl(name, torch::dispatch(DispatchKey::ADInplaceOrView,
+                                 &InPlace<call>::template run_and_tell<written>));
 }
 
 }  // namespace gla_ext

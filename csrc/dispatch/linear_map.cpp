@@ -2,6 +2,12 @@
 
 namespace gla_ext {
 
+at::Tensor as_matrix(const at::Tensor& t) {
+  c10::SymInt rows = 1;
+  for (const c10::SymInt& size : t.sym_sizes().slice(0, t.dim() - 1)) rows *= size;
+  return t.reshape_symint({rows, t.sym_size(-1)});
+}
+
 void check_first(const char* op, const Checker& check, const char* name, const at::Tensor& t,
                  int64_t rank, const char* dims) {
   check.strided(name, t);

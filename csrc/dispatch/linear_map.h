@@ -1,9 +1,12 @@
-// Checks of a linear map's weight, and of the norm before it.
+// Linear maps of rows: the checks of their weights, and of the norm before them.
 #pragma once
 
 #include "checker.h"
 
 namespace gla_ext {
+
+// [..., D] -> [rows, D]
+at::Tensor as_matrix(const at::Tensor& t);
 
 // The first tensor, of `rank` dimensions or more.
 void check_first(const char* op, const Checker& check, const char* name, const at::Tensor& t,

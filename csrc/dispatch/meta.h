@@ -1,8 +1,10 @@
 #pragma once
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include "common/shape.h"
+#include "ops.h"
 
 namespace gla_ext {
 
@@ -21,9 +23,10 @@ inline at::Tensor fresh_output(const Shape& s, const at::Tensor& v) {
   return empty({s.B, s.T, s.H, s.V}, v, v.scalar_type());
 }
 
-// The gradient of a gate that may be absent.
-inline at::Tensor gate_grad(const OptionalTensor& g, const at::Tensor& q, const Shape& s) {
-  return given(g) ? fresh(*g) : empty({0}, q, s.accumulate);
+// The gradient of o where none has come, of q's B, T, H and v's V.
+inline at::Tensor zero_output_grad(const at::Tensor& q, const at::Tensor& v) {
+  return at::zeros_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)},
+                          v.options());
 }
 
 // [N, H, K, V] or v-first.
@@ -36,6 +39,18 @@ inline at::Tensor boundary_state(const Shape& s, const at::Tensor& like, bool v_
 inline at::Tensor boundary_state_if(bool asked_for, const Shape& s, const at::Tensor& like,
                                     bool v_first) {
   return asked_for ? boundary_state(s, like, v_first) : empty({0}, like, s.accumulate);
+}
+
+// Of q, k, v and what may be absent: the gates and the initial state.
+inline BackwardOutputs fresh_gradients(const Shape& s, const at::Tensor& q, const at::Tensor& k,
+                                       const at::Tensor& v, const OptionalTensor& g,
+                                       const OptionalTensor& gv, const OptionalTensor& h0,
+                                       bool v_first) {
+  const auto of_gate = [&](const OptionalTensor& gate) {
+    return given(gate) ? fresh(*gate) : empty({0}, q, s.accumulate);
+  };
+  return {fresh(q),   fresh(k),    fresh(v),
+          of_gate(g), of_gate(gv), boundary_state_if(given(h0), s, q, v_first)};
 }
 
 }  // namespace gla_ext

@@ -49,18 +49,14 @@ class GateProjectionTasks {
   // [R + 1, K]: the gradients of the transposed weight and of the bias.
   at::Tensor backward(const at::Tensor& dg, const at::Tensor& dh) {
     const RowLayout layout = lay_out_rows({dg});
-    at::Tensor sums = at::zeros({p.rank + 1, padded_width()}, options_);
-    if (p.rows == 0) return sums.narrow(1, 0, p.width);
+    if (p.rows == 0) return at::zeros({p.rank + 1, p.width}, options_);
     p.dg = layout.input(0);
     p.dg_inner_rows = layout.inner_rows;
     p.dh = dh.mutable_data_ptr();
     const at::Tensor parts = at::empty({tasks(), p.rank + 1, padded_width()}, options_);
     p.parts = parts.mutable_data_ptr<T>();
     run(&GateProjectionKernels<T>::backward);
-    T* sum = sums.mutable_data_ptr<T>();
-    for (int64_t task = 0; task < tasks(); ++task)
-      for (int64_t i = 0; i < sums.numel(); ++i) sum[i] += p.parts[task * sums.numel() + i];
-    return sums.narrow(1, 0, p.width);
+    return sum_of_parts<T>(parts).narrow(1, 0, p.width);
   }
 
  private:
@@ -81,9 +77,7 @@ class GateProjectionTasks {
 
 at::Tensor forward(const GateForward& a) {
   check_gate_projection(a);
-  auto sizes = a.h.sizes().vec();
-  sizes.back() = a.weight.size(0);
-  at::Tensor g = at::empty(sizes, a.h.options());
+  at::Tensor g = fresh_gates(a);
   with_accumulate(a.h.scalar_type(),
                   [&](auto type) { GateProjectionTasks<decltype(type)>(a).forward(g); });
   return g;
@@ -91,14 +85,12 @@ at::Tensor forward(const GateForward& a) {
 
 GateProjectionBackwardOutputs backward(const GateBackward& a) {
   check_gate_projection(a);
-  at::Tensor dh = at::empty(a.h.sizes(), a.h.options());
-  const at::Tensor sums = with_accumulate(a.h.scalar_type(), [&](auto type) {
+  auto [dh, dweight, dbias] = fresh_gradients(a);
+  const at::Tensor sums = with_accumulate(a.h.scalar_type(), [&, &dh = dh](auto type) {
     return GateProjectionTasks<decltype(type)>(a).backward(a.dg, dh);
   });
   const int64_t R = a.h.size(-1);
-  at::Tensor dweight = at::empty(a.weight.sizes(), a.weight.options());
   dweight.copy_(sums.narrow(0, 0, R).t());
-  at::Tensor dbias = at::empty({given(a.bias) ? a.weight.size(0) : 0}, a.weight.options());
   if (given(a.bias)) dbias.copy_(sums.select(0, R));
   return {dh, dweight, dbias};
 }

@@ -3,7 +3,6 @@
 #include <ATen/OpMathType.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/log_sigmoid.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -126,9 +125,7 @@ at::Tensor forward(const GateForward& a) {
   check_gate_projection(a);
   if (!has_kernel(a.h, a.weight)) return composed_fwd(a);
   GateProjectionLaunch launch("gate_projection", a);
-  auto sizes = a.h.sizes().vec();
-  sizes.back() = a.weight.size(0);
-  at::Tensor g = at::empty(sizes, a.h.options());
+  at::Tensor g = fresh_gates(a);
   if (g.numel() > 0) launch.forward(g);
   return g;
 }
@@ -137,13 +134,8 @@ GateProjectionBackwardOutputs backward(const GateBackward& a) {
   check_gate_projection(a);
   if (!has_kernel(a.h, a.weight)) return composed_bwd(a);
   GateProjectionLaunch launch("gate_projection_bwd", a);
-  const auto options = a.weight.options();
-  const int64_t of_bias = given(a.bias) ? a.weight.size(0) : 0;
-  at::Tensor dh = at::empty(a.h.sizes(), a.h.options());
-  if (a.h.numel() == 0)
-    return {dh, at::zeros(a.weight.sizes(), options), at::zeros({of_bias}, options)};
-  at::Tensor dweight = at::empty(a.weight.sizes(), options);
-  at::Tensor dbias = at::empty({of_bias}, options);
+  auto [dh, dweight, dbias] = fresh_gradients(a);
+  if (a.h.numel() == 0) return {dh, dweight.zero_(), dbias.zero_()};
   launch.backward(a.dg, dh, dweight, dbias);
   return {dh, dweight, dbias};
 }

@@ -67,18 +67,25 @@ void check_gate_projection(const GateBackward& a) {
   check.shape("dg", a.dg, "[..., K]", sizes_of_gates(a.h, a.weight));
 }
 
+at::Tensor fresh_gates(const GateForward& a) {
+  return empty(sizes_of_gates(a.h, a.weight), a.h, a.h.scalar_type());
+}
+
+GateProjectionBackwardOutputs fresh_gradients(const GateBackward& a) {
+  return {fresh(a.h), fresh(a.weight),
+          given(a.bias) ? fresh(*a.bias) : empty({0}, a.h, a.h.scalar_type())};
+}
+
 namespace {
 
-// What they return while a graph is traced.
 at::Tensor fwd_meta(const GateForward& a) {
   check_gate_projection(a);
-  return empty(sizes_of_gates(a.h, a.weight), a.h, a.h.scalar_type());
+  return fresh_gates(a);
 }
 
 GateProjectionBackwardOutputs bwd_meta(const GateBackward& a) {
   check_gate_projection(a);
-  return {fresh(a.h), fresh(a.weight),
-          given(a.bias) ? fresh(*a.bias) : empty({0}, a.h, a.h.scalar_type())};
+  return fresh_gradients(a);
 }
 
 // h and the parameters are saved, z is made again in backward.
@@ -111,13 +118,9 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
          "gate_projection_bwd(Tensor dg, Tensor h, Tensor weight, Tensor? bias, float normalizer, "
          "float? clamp_min) -> (Tensor dh, Tensor dweight, Tensor dbias)");
   autocast_first<3, gate_projection_fwd>(m, GateProjection::fwd);
+  differentiable<gate_projection_fwd, gate_projection_bwd, GateProjection>(m);
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) { register_gate_projection<fwd_meta, bwd_meta>(m); }
-
-TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  m.impl(GateProjection::fwd, Differentiable<gate_projection_fwd, GateProjection>::run);
-  m.impl(GateProjection::bwd, DifferentiableOnce<gate_projection_bwd, GateProjection>::run);
-}
 
 }  // namespace gla_ext

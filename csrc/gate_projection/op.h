@@ -26,6 +26,10 @@ struct GateBackward {
 void check_gate_projection(const GateForward& a);
 void check_gate_projection(const GateBackward& a);
 
+// What they return, uninitialised.
+at::Tensor fresh_gates(const GateForward& a);
+GateProjectionBackwardOutputs fresh_gradients(const GateBackward& a);
+
 // Registers the operators from a backend's kernels.
 template <auto forward, auto backward>
 void register_gate_projection(torch::Library& m) {

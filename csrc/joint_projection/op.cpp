@@ -13,7 +13,7 @@
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "dispatch/as_matrix.h"
+#include "dispatch/linear_map.h"
 #include "dispatch/schema.h"
 
 namespace gla_ext {

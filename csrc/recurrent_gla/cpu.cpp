@@ -1,8 +1,7 @@
 // The recurrent operators on CPU: over sequences, and on a pool of states.
 #include <algorithm>
 
-#include "common/groups.h"
-#include "common/head_gates.h"
+#include "common/heads.h"
 #include "cpu/host/call.h"
 #include "cpu/host/pool_rows.h"
 #include "cpu_kernels.h"
@@ -75,9 +74,8 @@ template <typename T>
 std::vector<Run<T>> pool_runs(const Call<T>& call, const PoolInputs& pool, bool write,
                               const at::Tensor& o) {
   const at::Tensor& state = pool.state;
-  const OptionalTensor none;
   const PoolRows rows(state, call.N, pool.slots,
-                      pool.write_slots != nullptr ? *pool.write_slots : none, none);
+                      pool.write_slots != nullptr ? *pool.write_slots : kAbsent, kAbsent);
   const auto accepted =
       pool.accepted != nullptr ? values_of(*pool.accepted, call.N) : std::vector<int64_t>();
   const DType dtype = dtype_of(state.scalar_type());

@@ -2,8 +2,7 @@
 #include <limits>
 #include <vector>
 
-#include "common/groups.h"
-#include "common/head_gates.h"
+#include "common/heads.h"
 #include "cuda/host/launch.h"
 #include "cuda_pool.h"
 #include "dispatch/output.h"
@@ -71,13 +70,8 @@ class RecurrentCall : Launch {
     if (!given(t)) return nullptr;
     return contiguous(*t).const_data_ptr<float>();
   }
-  void input(Indices& indices, const at::Tensor& t) {
-    const at::Tensor& c = contiguous(t);
-    indices = {c.const_data_ptr(), c.scalar_type() == at::kLong};
-  }
-
   void input(Indices& indices, const OptionalTensor& t) {
-    if (given(t)) input(indices, *t);
+    if (given(t)) indices = indices_of(contiguous(*t));
   }
 
   // Fresh outputs; a gradient only where the tensor is given.
@@ -90,7 +84,8 @@ class RecurrentCall : Launch {
     return given(of) ? output(rows, last_dim, gate_grad_dtype(of, at::kFloat)) : not_asked_for();
   }
   template <class States>  // float or void
-  at::Tensor output_states(States*& states) {
+  at::Tensor output_states_if(bool asked_for, States*& states) {
+    if (!asked_for) return not_asked_for();
     at::Tensor t = at::empty({p.N, p.H, p.state_v_first ? p.V : p.K, p.state_v_first ? p.K : p.V},
                              options_.dtype(at::kFloat));
     states = t.mutable_data_ptr<float>();
@@ -104,7 +99,6 @@ class RecurrentCall : Launch {
     p.state_stride_n = p.state_stride_h * p.H;
     find_state_alignment(p);
   }
-  void output(Rows& rows, const at::Tensor& out) { rows = rows_of(out); }
 
   void forward() { launch(recurrent_forward, p); }
   void low_rank_step(LowRankGate gate) {
@@ -158,8 +152,7 @@ RecurrentForwardOutputs recurrent_gla_fwd_cuda(const RecurrentForwardArguments& 
   Recurrence& p = call.p;
   take_inputs(call, a);
   at::Tensor o = call.output(p.o, p.V, a.v.scalar_type());
-  at::Tensor final_state =
-      a.output_final_state ? call.output_states(p.state_out) : call.not_asked_for();
+  at::Tensor final_state = call.output_states_if(a.output_final_state, p.state_out);
   call.use_sequence_states();
   call.forward();
   return {o, final_state};
@@ -174,7 +167,7 @@ BackwardOutputs recurrent_gla_bwd_cuda(const RecurrentBackwardArguments& a) {
   at::Tensor dk = call.output(p.dk, p.K, a.k.scalar_type());
   at::Tensor dv = call.output(p.dv, p.V, a.v.scalar_type());
   at::Tensor dgk = call.gradient(p.dgk, p.K, a.gk), dgv = call.gradient(p.dgv, p.V, a.gv);
-  at::Tensor dh0 = given(a.initial_state) ? call.output_states(p.dh0) : call.not_asked_for();
+  at::Tensor dh0 = call.output_states_if(given(a.initial_state), p.dh0);
   call.use_sequence_states();
   call.backward();
   return with_shared_heads({dq, dk, dv, sum_over_channels(dgk, a.gk), dgv, dh0}, a.k.size(2));
@@ -199,7 +192,7 @@ at::Tensor run_on_pool(const TokenInputs& in, const PoolInputs& pool, std::optio
   if (in.q != nullptr) {
     call.input(p.q, *in.q);
     if (pool.out != nullptr)
-      call.output(p.o, o = *pool.out);
+      p.o = rows_of(o = *pool.out);
     else
       o = call.output(p.o, p.V, in.v->scalar_type());
   }

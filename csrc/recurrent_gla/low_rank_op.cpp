@@ -9,9 +9,8 @@ namespace gla_ext {
 
 Shape check_low_rank_step(const LowRankStep& a) {
   const char* op = "recurrent_gla_low_rank_step_";
-  const OptionalTensor none;
   const Shape shape =
-      check_pool({op, &a.q, &a.k, &a.v, &none, &none}, {a.state, a.slots, a.state_v_first});
+      check_pool({op, &a.q, &a.k, &a.v, &kAbsent, &kAbsent}, {a.state, a.slots, a.state_v_first});
   const Checker check(op, "q", a.q);
   TORCH_CHECK_VALUE(holds(shape.T.sym_eq(1)), op, ": expected one token a row, got T = ", shape.T);
   const c10::SymInt keys = a.k.sym_size(2) * shape.K;

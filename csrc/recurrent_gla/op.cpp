@@ -1,7 +1,6 @@
 // fused_recurrent_gla. pool.cpp has the same on a pool of states.
 #include "op.h"
 
-#include "common/output_grad.h"
 #include "dispatch/autocast.h"
 #include "dispatch/differentiable.h"
 #include "dispatch/meta.h"
@@ -65,13 +64,8 @@ RecurrentForwardOutputs fwd_meta(const RecurrentForwardArguments& a) {
 }
 
 BackwardOutputs bwd_meta(const RecurrentBackwardArguments& a) {
-  const Shape s = check_recurrent_bwd(a);
-  return {fresh(a.q),
-          fresh(a.k),
-          fresh(a.v),
-          gate_grad(a.gk, a.q, s),
-          gate_grad(a.gv, a.q, s),
-          boundary_state_if(given(a.initial_state), s, a.q, a.state_v_first)};
+  return fresh_gradients(check_recurrent_bwd(a), a.q, a.k, a.v, a.gk, a.gv, a.initial_state,
+                         a.state_v_first);
 }
 
 // Nothing but the inputs is saved. Gates and the initial state that are absent have no gradient.
@@ -114,16 +108,12 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
          "Tensor? gv, Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool reverse, bool "
          "state_v_first) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dgk, Tensor dgv, Tensor dh0)");
   autocast_first<3, recurrent_gla_fwd>(m, "recurrent_gla_fwd");
+  differentiable<recurrent_gla_fwd, recurrent_gla_bwd, RecurrentGla>(m);
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   m.impl(RecurrentGla::fwd, by_arguments<recurrent_gla_fwd, fwd_meta>);
   m.impl(RecurrentGla::bwd, by_arguments<recurrent_gla_bwd, bwd_meta>);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  m.impl(RecurrentGla::fwd, Differentiable<recurrent_gla_fwd, RecurrentGla>::run);
-  m.impl(RecurrentGla::bwd, DifferentiableOnce<recurrent_gla_bwd, RecurrentGla>::run);
 }
 
 }  // namespace gla_ext

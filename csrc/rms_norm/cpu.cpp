@@ -1,7 +1,6 @@
 // The norm with its gate on CPU: check, allocate, run the tasks.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
@@ -68,11 +67,7 @@ class NormTasks {
     const at::Tensor parts = at::empty({tasks(), padded_width()}, options_);
     p.dweight_parts = parts.mutable_data_ptr<T>();
     run(&NormKernels<T>::backward);
-    at::Tensor sums = at::zeros({p.width}, options_);
-    T* sum = sums.mutable_data_ptr<T>();
-    for (int64_t task = 0; task < tasks(); ++task)
-      for (int64_t i = 0; i < p.width; ++i) sum[i] += p.dweight_parts[task * padded_width() + i];
-    return sums;
+    return sum_of_parts<T>(parts).narrow(0, 0, p.width);
   }
 
  private:

@@ -9,12 +9,10 @@
 #include <array>
 #include <utility>
 
-#include "dispatch/as_matrix.h"
 #include "dispatch/autocast.h"
 #include "dispatch/checker.h"
 #include "dispatch/differentiable.h"
 #include "dispatch/linear_map.h"
-#include "dispatch/meta.h"
 #include "dispatch/op.h"
 #include "dispatch/schema.h"
 
@@ -88,7 +86,7 @@ NormCall check_rows(const char* op, const NamedTensors& like_x, const OptionalTe
   check.at_least_one("the last dimension", "x", x.sym_size(-1));
   check.shapes(like_x, "[..., V]", x.sym_sizes().vec());
   if (given(weight)) check.shape("weight", *weight, "[V]", {x.sym_size(-1)});
-  return {activation_of(op, activation), x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat};
+  return {activation_of(op, activation), accumulate_of(x)};
 }
 
 void check_rstd(const Checker& check, const at::Tensor& x, const at::Tensor& rstd,
@@ -106,13 +104,6 @@ void check_stream(const Checker& check, const char* name, const at::Tensor& t,
   if (x.scalar_type() == at::kDouble || t.scalar_type() != at::kFloat)
     check.like_first(name, t, x.scalar_type());
   check.shape(name, t, "[..., V]", x.sym_sizes().vec());
-}
-
-void check_norm_gate_linear(const at::Tensor& o, const at::Tensor& gate, const at::Tensor& weight,
-                            const OptionalTensor& norm_weight, std::string_view activation) {
-  const char* op = "norm_gate_linear";
-  check_norm_gate_map(op, o, norm_weight, gate, weight);
-  activation_of(op, activation);
 }
 
 }  // namespace
@@ -152,37 +143,12 @@ NormCall check_norm(const NormResidualBackward& a) {
 
 namespace {
 
-// What they return while a graph is traced.
-at::Tensor rstd_like(const at::Tensor& x, const NormCall& call) {
-  const auto sizes = x.sym_sizes();
-  return empty(sizes.slice(0, sizes.size() - 1), x, call.accumulate);
-}
-
-NormForwardOutputs gate_fwd_meta(const NormGateForward& a) {
-  const NormCall call = check_norm(a);
-  return {fresh(a.x), rstd_like(a.x, call)};
-}
-
-NormBackwardOutputs gate_bwd_meta(const NormGateBackward& a) {
-  const NormCall call = check_norm(a);
-  const auto like = [&](const OptionalTensor& t) {
-    return given(t) ? fresh(*t) : empty({0}, a.x, call.accumulate);
-  };
-  return {fresh(a.x), like(a.weight), like(a.gate),
-          like(a.output ? OptionalTensor(a.x) : std::nullopt)};
-}
-
-NormResidualForwardOutputs residual_fwd_meta(const NormResidualForward& a) {
-  const NormCall call = check_norm(a);
-  return {fresh(a.x), fresh(a.residual), rstd_like(a.x, call)};
-}
-
-NormResidualBackwardOutputs residual_bwd_meta(const NormResidualBackward& a) {
-  const NormCall call = check_norm(a);
-  const bool both = a.dy.scalar_type() == a.stream.scalar_type();
-  return {both ? empty({0}, a.dy, a.dy.scalar_type()) : fresh(a.dy), fresh(a.stream),
-          given(a.weight) ? fresh(*a.weight) : empty({0}, a.dy, call.accumulate)};
-}
+// While a graph is traced nothing is run.
+struct Traced {
+  template <typename F>
+  static void with(const char*, const NormCall&, const std::vector<at::Tensor>&,
+                   const OptionalTensor&, double, const F&) {}
+};
 
 // Saved are x, weight, gate and rstd, one number a row.
 struct RmsNormGate {
@@ -246,7 +212,8 @@ std::tuple<at::Tensor, at::Tensor> linear_of_norm(const at::Tensor& o, const at:
                                                   const at::Tensor& weight,
                                                   const OptionalTensor& norm_weight,
                                                   std::string_view activation, double eps) {
-  check_norm_gate_linear(o, gate, weight, norm_weight, activation);
+  check_norm_gate_map("norm_gate_linear", o, norm_weight, gate, weight);
+  activation_of("norm_gate_linear", activation);
   auto [y, rstd] = rms_norm_gate_fwd(o, norm_weight, by_heads(gate, o), activation, eps);
   return {at::linear(side_by_side(y), weight), rstd};
 }
@@ -339,18 +306,12 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
       "activation, float eps) -> Tensor",
       norm_gate_linear_composed);
   autocast_first<3, norm_gate_linear>(m, "norm_gate_linear");  // norm_weight keeps its dtype
+  differentiable<rms_norm_gate_fwd, rms_norm_gate_bwd, RmsNormGate>(m);
+  differentiable<rms_norm_residual_fwd, rms_norm_residual_bwd, RmsNormResidual>(m);
+  m.impl("norm_gate_linear",
+         torch::dispatch(c10::DispatchKey::Autograd, norm_gate_linear_autograd));
 }
 
-TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
-  register_norms<gate_fwd_meta, gate_bwd_meta, residual_fwd_meta, residual_bwd_meta>(m);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  m.impl(RmsNormGate::fwd, Differentiable<rms_norm_gate_fwd, RmsNormGate>::run);
-  m.impl(RmsNormGate::bwd, DifferentiableOnce<rms_norm_gate_bwd, RmsNormGate>::run);
-  m.impl(RmsNormResidual::fwd, Differentiable<rms_norm_residual_fwd, RmsNormResidual>::run);
-  m.impl(RmsNormResidual::bwd, DifferentiableOnce<rms_norm_residual_bwd, RmsNormResidual>::run);
-  m.impl("norm_gate_linear", norm_gate_linear_autograd);
-}
+TORCH_LIBRARY_IMPL(gla_ext, Meta, m) { register_norms<Traced>(m); }
 
 }  // namespace gla_ext

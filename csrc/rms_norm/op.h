@@ -1,7 +1,6 @@
 // What the norm takes, for every backend and for tracing.
 #pragma once
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -10,8 +9,8 @@
 
 #include "common/activation.h"
 #include "common/shape.h"
-#include "common/tensors.h"
 #include "dispatch/arguments.h"
+#include "dispatch/meta.h"
 #include "ops.h"
 
 namespace gla_ext {
@@ -75,7 +74,7 @@ template <class Backend>
 struct NormsOn {
   static NormForwardOutputs gate_fwd(const NormGateForward& a) {
     const NormCall call = check_norm(a);
-    at::Tensor y = contiguous_like(a.x), rstd = empty_rstd(a.x, call);
+    at::Tensor y = fresh(a.x), rstd = empty_rstd(a.x, call);
     Backend::with("rms_norm_gate", call, those_given({a.x, a.gate}), a.weight, a.eps,
                   [&](auto& run) {
                     run.p.x = run.input(0);
@@ -89,12 +88,12 @@ struct NormsOn {
 
   static NormBackwardOutputs gate_bwd(const NormGateBackward& a) {
     const NormCall call = check_norm(a);
-    at::Tensor dx = contiguous_like(a.x), dweight;
-    at::Tensor dgate = given(a.gate) ? contiguous_like(*a.gate) : nothing(a.x, call);
-    at::Tensor y = a.output ? contiguous_like(a.x) : nothing(a.x, call);
-    const at::Tensor kept = a.rstd.contiguous();
+    at::Tensor dx = fresh(a.x), dweight;
+    at::Tensor dgate = given(a.gate) ? fresh(*a.gate) : nothing(a.x, call);
+    at::Tensor y = a.output ? fresh(a.x) : nothing(a.x, call);
     Backend::with("rms_norm_gate_bwd", call, those_given({a.x, a.dy, a.gate}), a.weight, /*eps=*/0,
                   [&](auto& run) {
+                    const at::Tensor kept = a.rstd.contiguous();
                     run.p.x = run.input(0);
                     run.p.dy = run.input(1);
                     run.p.dx = run.output(dx);
@@ -111,7 +110,7 @@ struct NormsOn {
 
   static NormResidualForwardOutputs residual_fwd(const NormResidualForward& a) {
     const NormCall call = check_norm(a);
-    at::Tensor y = contiguous_like(a.x), stream = contiguous_like(a.residual);
+    at::Tensor y = fresh(a.x), stream = fresh(a.residual);
     at::Tensor rstd = empty_rstd(a.x, call);
     Backend::with("rms_norm_residual", call, {a.x, a.residual}, a.weight, a.eps, [&](auto& run) {
       run.stream_like(stream);
@@ -128,11 +127,11 @@ struct NormsOn {
   static NormResidualBackwardOutputs residual_bwd(const NormResidualBackward& a) {
     const NormCall call = check_norm(a);
     const bool both = a.dy.scalar_type() == a.stream.scalar_type();
-    at::Tensor dresidual = contiguous_like(a.stream), dweight;
-    at::Tensor dx = both ? at::empty({0}, a.dy.options()) : contiguous_like(a.dy);
-    const at::Tensor kept = a.rstd.contiguous();
+    at::Tensor dresidual = fresh(a.stream), dweight;
+    at::Tensor dx = both ? empty({0}, a.dy, a.dy.scalar_type()) : fresh(a.dy);
     Backend::with("rms_norm_residual_bwd", call, those_given({a.dy, a.stream, a.dstream}), a.weight,
                   /*eps=*/0, [&](auto& run) {
+                    const at::Tensor kept = a.rstd.contiguous();
                     run.stream_like(a.stream);
                     run.p.dy = run.input(0);
                     run.p.x = run.input(1);
@@ -147,31 +146,27 @@ struct NormsOn {
 
  private:
   static at::Tensor nothing(const at::Tensor& x, const NormCall& call) {
-    return at::empty({0}, x.options().dtype(call.accumulate));
+    return empty({0}, x, call.accumulate);
   }
   static at::Tensor empty_rstd(const at::Tensor& x, const NormCall& call) {
-    return at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(call.accumulate));
+    return empty(x.sym_sizes().slice(0, x.dim() - 1), x, call.accumulate);
   }
   // Of no rows `found` is undefined.
   static at::Tensor weight_grad(const OptionalTensor& weight, const at::Tensor& found,
                                 const at::Tensor& x, const NormCall& call) {
     if (!given(weight)) return nothing(x, call);
     if (found.defined()) return found.to(weight->scalar_type());
-    return at::zeros(weight->sizes(), weight->options());
+    return at::zeros_symint(weight->sym_sizes(), weight->options());
   }
 };
 
-template <auto gate_fwd, auto gate_bwd, auto residual_fwd, auto residual_bwd>
-void register_norms(torch::Library& m) {
-  m.impl("rms_norm_gate_fwd", by_arguments<rms_norm_gate_fwd, gate_fwd>);
-  m.impl("rms_norm_gate_bwd", by_arguments<rms_norm_gate_bwd, gate_bwd>);
-  m.impl("rms_norm_residual_fwd", by_arguments<rms_norm_residual_fwd, residual_fwd>);
-  m.impl("rms_norm_residual_bwd", by_arguments<rms_norm_residual_bwd, residual_bwd>);
-}
 template <class Backend>
 void register_norms(torch::Library& m) {
   using On = NormsOn<Backend>;
-  register_norms<On::gate_fwd, On::gate_bwd, On::residual_fwd, On::residual_bwd>(m);
+  m.impl("rms_norm_gate_fwd", by_arguments<rms_norm_gate_fwd, On::gate_fwd>);
+  m.impl("rms_norm_gate_bwd", by_arguments<rms_norm_gate_bwd, On::gate_bwd>);
+  m.impl("rms_norm_residual_fwd", by_arguments<rms_norm_residual_fwd, On::residual_fwd>);
+  m.impl("rms_norm_residual_bwd", by_arguments<rms_norm_residual_bwd, On::residual_bwd>);
 }
 
 }  // namespace gla_ext

@@ -160,11 +160,7 @@ class ConvolutionTasks {
     const at::Tensor parts = at::zeros({runs(), p.W + 1, padded_width()}, options_);
     p.dweight_parts = parts.mutable_data_ptr<T>();
     run(&ConvolutionKernels<T>::backward);
-    at::Tensor sums = at::zeros({p.W + 1, padded_width()}, options_);
-    T* sum = sums.mutable_data_ptr<T>();
-    for (int64_t part = 0; part < runs(); ++part)
-      for (int64_t i = 0; i < sums.numel(); ++i) sum[i] += p.dweight_parts[part * sums.numel() + i];
-    return sums;
+    return sum_of_parts<T>(parts);
   }
 
  private:

@@ -17,32 +17,33 @@ at::Tensor as_kernels_take_it(const at::Tensor& t) {
 
 class ConvolutionLaunch : Launch {
  public:
-  ConvolutionLaunch(const char* op, const ConvolutionShape& shape, const at::Tensor& x,
-                    const at::Tensor& weight, const OptionalTensor& bias,
-                    const OptionalTensor& cache, const OptionalTensor& cu_seqlens)
-      : Launch(x.device()) {
+  template <class Arguments>
+  ConvolutionLaunch(const char* op, const ConvolutionShape& shape, const Arguments& a,
+                    const OptionalTensor& cache)
+      : Launch(a.x.device()) {
+    const at::Tensor& x = a.x;
     check_not_fp64(op, shape.accumulate);
     check_gpu(op, x.device());
     p.B = x.size(0);
     p.T = x.size(1);
     p.D = x.size(2);
-    p.W = weight.size(2);
+    p.W = a.weight.size(2);
     p.N = shape.N.expect_int();
     p.dtype = dtype_of(x.scalar_type());
     p.aligned = p.D % 8 == 0;
     p.x = tokens(x);
-    weight_ = as_kernels_take_it(weight);
+    weight_ = as_kernels_take_it(a.weight);
     p.weight = weight_.const_data_ptr();
     p.weight_dtype = dtype_of(weight_.scalar_type());
-    if (given(bias)) {
-      bias_ = as_kernels_take_it(*bias);
+    if (given(a.bias)) {
+      bias_ = as_kernels_take_it(*a.bias);
       p.bias = bias_.const_data_ptr();
       p.bias_dtype = dtype_of(bias_.scalar_type());
     }
     p.aligned &= starts_aligned(p.weight) && starts_aligned(p.bias);
     cache_ = gla_ext::contiguous(cache);
     p.cache = data_of(cache_);
-    offsets_ = gla_ext::contiguous(cu_seqlens);
+    offsets_ = gla_ext::contiguous(a.cu_seqlens);
     p.cu_seqlens = indices_of(offsets_);
   }
 
@@ -97,8 +98,7 @@ class ConvolutionLaunch : Launch {
 };
 
 ConvolutionForwardOutputs short_convolution_fwd_cuda(const ConvolutionForwardArguments& a) {
-  ConvolutionLaunch launch("ShortConvolution", check_short_convolution(a), a.x, a.weight, a.bias,
-                           a.cache, a.cu_seqlens);
+  ConvolutionLaunch launch("ShortConvolution", check_short_convolution(a), a, a.cache);
   Convolution& p = launch.p;
   at::Tensor y = contiguous_like(a.x);
   at::Tensor state =
@@ -114,7 +114,7 @@ ConvolutionForwardOutputs short_convolution_fwd_cuda(const ConvolutionForwardArg
 at::Tensor short_convolution_on_pool_cuda(const ConvolutionPoolArguments& a) {
   const auto shape = check_short_convolution(a);
   check_convolution_pool_layouts(a);
-  ConvolutionLaunch launch("short_convolution_", shape, a.x, a.weight, a.bias, {}, a.cu_seqlens);
+  ConvolutionLaunch launch("short_convolution_", shape, a, kAbsent);
   Convolution& p = launch.p;
   const bool into_out =
       a.out != nullptr && a.out->is_contiguous() && starts_aligned(a.out->const_data_ptr());
@@ -138,8 +138,7 @@ at::Tensor short_convolution_on_pool_cuda(const ConvolutionPoolArguments& a) {
 ConvolutionBackwardOutputs short_convolution_bwd_cuda(const ConvolutionBackwardArguments& a) {
   const at::Tensor &x = a.x, &weight = a.weight;
   const OptionalTensor &bias = a.bias, &cache = a.cache;
-  ConvolutionLaunch launch("short_convolution_bwd", check_short_convolution(a), x, weight, bias,
-                           cache, a.cu_seqlens);
+  ConvolutionLaunch launch("short_convolution_bwd", check_short_convolution(a), a, cache);
   Convolution& p = launch.p;
   const auto not_asked_for = [&] { return at::empty({0}, x.options()); };
   at::Tensor dx = contiguous_like(x);

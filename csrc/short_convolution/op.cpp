@@ -69,7 +69,7 @@ ConvolutionShape check_convolution(const char* op, const NamedTensors& of_tokens
   ConvolutionShape shape{x.sym_size(0), x.sym_size(1), x.sym_size(2), weight.sym_size(2),
                          x.sym_size(0)};
   shape.packed = given(cu_seqlens);
-  shape.accumulate = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  shape.accumulate = accumulate_of(x);
   check.shapes(of_tokens, "[B, T, D]", {shape.B, shape.T, shape.D});
   check.at_least_one("the last dimension", "weight", shape.W);
   check.shape("weight", weight, "[D, 1, W]", {shape.D, 1, shape.W});
@@ -207,15 +207,11 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
   in_place<short_convolution_, kPool>(m, "short_convolution_");
   in_place<short_convolution_out, kPool>(m, "short_convolution_.out");
   refuse_vmap(m, {"short_convolution_", "short_convolution_.out"});
+  differentiable<short_convolution_fwd, short_convolution_bwd, ShortConvolution>(m);
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
   register_short_convolution<fwd_meta, bwd_meta, on_pool_meta>(m);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  m.impl(ShortConvolution::fwd, Differentiable<short_convolution_fwd, ShortConvolution>::run);
-  m.impl(ShortConvolution::bwd, DifferentiableOnce<short_convolution_bwd, ShortConvolution>::run);
 }
 
 }  // namespace gla_ext

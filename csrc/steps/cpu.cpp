@@ -26,31 +26,31 @@ class Step {
     call_.input_state(&P::dht, in.dht);
   }
 
-  at::Tensor gate_cumsum() { return run(kernels().gate_cumsum, rows(&P::b, K())); }
-  TwoTensors chunk_states() {
+  at::Tensor run(GateCumsum) { return filled(kernels().gate_cumsum, rows(&P::b, K())); }
+  TwoTensors run(ChunkStates) {
     at::Tensor S = call_.output_chunk_states(like_, kAccumulate);
-    return run(kernels().state_pass, TwoTensors{S, call_.output_state(&P::ht, like_)});
+    return filled(kernels().state_pass, TwoTensors{S, call_.output_state(&P::ht, like_)});
   }
-  at::Tensor scores_off_diagonal() {
-    return run(kernels().scores_off_diagonal, rows(&P::A, kChunk));
+  at::Tensor run(ScoresOffDiagonal) {
+    return filled(kernels().scores_off_diagonal, rows(&P::A, kChunk));
   }
-  at::Tensor scores_diagonal() {
-    return run(kernels().scores_diagonal, rows(&P::A_diagonal, kSubChunk));
+  at::Tensor run(ScoresDiagonal) {
+    return filled(kernels().scores_diagonal, rows(&P::A_diagonal, kSubChunk));
   }
-  at::Tensor output() { return run(kernels().output, rows(&P::o, V(), in_.v)); }
-  TwoTensors state_grads() {
+  at::Tensor run(Output) { return filled(kernels().output, rows(&P::o, V(), in_.v)); }
+  TwoTensors run(StateGrads) {
     at::Tensor dS = call_.output_chunk_state_grads(like_);
-    return run(kernels().state_grad_pass, TwoTensors{dS, call_.output_state(&P::dh0, like_)});
+    return filled(kernels().state_grad_pass, TwoTensors{dS, call_.output_state(&P::dh0, like_)});
   }
-  at::Tensor value_grads() { return run(kernels().value_grads, rows(&P::dv, V(), in_.d_o)); }
-  at::Tensor score_grads() { return run(kernels().score_grads, rows(&P::dA, kChunk)); }
-  ThreeTensors intra_grads() {
-    return run(kernels().intra_grads,
-               ThreeTensors{rows(&P::dq, K()), rows(&P::dk, K()), rows(&P::dg, K())});
+  at::Tensor run(ValueGrads) { return filled(kernels().value_grads, rows(&P::dv, V(), in_.d_o)); }
+  at::Tensor run(ScoreGrads) { return filled(kernels().score_grads, rows(&P::dA, kChunk)); }
+  ThreeTensors run(IntraGrads) {
+    return filled(kernels().intra_grads,
+                  ThreeTensors{rows(&P::dq, K()), rows(&P::dk, K()), rows(&P::dg, K())});
   }
-  ThreeTensors merge_grads() {
-    return run(kernels().merge_grads,
-               ThreeTensors{rows(&P::dq, K(), in_.q), rows(&P::dk, K(), in_.k), rows(&P::dg, K())});
+  ThreeTensors run(MergeGrads) {
+    return filled(kernels().merge_grads, ThreeTensors{rows(&P::dq, K(), in_.q),
+                                                      rows(&P::dk, K(), in_.k), rows(&P::dg, K())});
   }
 
  private:
@@ -66,7 +66,7 @@ class Step {
   }
   // The outputs, once the task has filled them.
   template <typename Task, typename Outputs>
-  Outputs run(Task task, Outputs outputs) const {
+  Outputs filled(Task task, Outputs outputs) const {
     call_.run(task);
     return outputs;
   }
@@ -77,16 +77,16 @@ class Step {
 };
 
 struct Backend {
-  template <typename F>
-  static auto run(const StepInputs& in, const F& f) {
+  template <class Operator>
+  static auto run(const StepInputs& in, Operator step) {
     const Shape shape = check_step(in);
     return with_accumulate(shape.accumulate,
-                           [&](auto type) { return f(Step<decltype(type)>(in, shape)); });
+                           [&](auto type) { return Step<decltype(type)>(in, shape).run(step); });
   }
 };
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gla_ext, CPU, m) { StepsOn<Backend>::register_in(m); }
+TORCH_LIBRARY_IMPL(gla_ext, CPU, m) { register_steps<Backend>(m); }
 
 }  // namespace gla_ext::cpu

@@ -25,34 +25,35 @@ class Step {
     p_.dht = call_.input_state(in.dht);
   }
 
-  at::Tensor gate_cumsum() { return run({Kernel::kGateCumsum}, rows(p_.b, p_.K)); }
-  TwoTensors chunk_states() {
+  at::Tensor run(GateCumsum) { return filled({Kernel::kGateCumsum}, rows(p_.b, p_.K)); }
+  TwoTensors run(ChunkStates) {
     at::Tensor S = call_.output_chunk_states(p_.S, p_.S_dtype, at::kFloat);
-    return run({Kernel::kChunkStates}, TwoTensors{S, call_.output_state(p_.ht)});
+    return filled({Kernel::kChunkStates}, TwoTensors{S, call_.output_state(p_.ht)});
   }
-  at::Tensor scores_off_diagonal() {
-    return run({Kernel::kChunkTiers, Kernel::kScoresOffDiagonal, Kernel::kStrongScoresOffDiagonal},
-               rows(p_.A, kChunk), /*tiers=*/true);
+  at::Tensor run(ScoresOffDiagonal) {
+    return filled(
+        {Kernel::kChunkTiers, Kernel::kScoresOffDiagonal, Kernel::kStrongScoresOffDiagonal},
+        rows(p_.A, kChunk), /*tiers=*/true);
   }
-  at::Tensor scores_diagonal() {
-    return run({Kernel::kScoresDiagonal}, rows(p_.A_diagonal, kSubChunk));
+  at::Tensor run(ScoresDiagonal) {
+    return filled({Kernel::kScoresDiagonal}, rows(p_.A_diagonal, kSubChunk));
   }
-  at::Tensor output() { return run({Kernel::kOutput}, rows(p_.o, p_.V, in_.v)); }
-  TwoTensors state_grads() {
+  at::Tensor run(Output) { return filled({Kernel::kOutput}, rows(p_.o, p_.V, in_.v)); }
+  TwoTensors run(StateGrads) {
     at::Tensor dS = call_.output_chunk_states(p_.dS, p_.dS_dtype, at::kFloat);
-    return run({Kernel::kStateGrads}, TwoTensors{dS, call_.output_state(p_.dh0)});
+    return filled({Kernel::kStateGrads}, TwoTensors{dS, call_.output_state(p_.dh0)});
   }
-  at::Tensor value_grads() { return run({Kernel::kValueGrads}, rows(p_.dv, p_.V, in_.d_o)); }
-  at::Tensor score_grads() { return run({Kernel::kScoreGrads}, rows(p_.dA, kChunk)); }
-  ThreeTensors intra_grads() {
-    return run(
+  at::Tensor run(ValueGrads) { return filled({Kernel::kValueGrads}, rows(p_.dv, p_.V, in_.d_o)); }
+  at::Tensor run(ScoreGrads) { return filled({Kernel::kScoreGrads}, rows(p_.dA, kChunk)); }
+  ThreeTensors run(IntraGrads) {
+    return filled(
         {Kernel::kChunkTiers, Kernel::kIntraGrads, Kernel::kStrongIntraGrads},
         ThreeTensors{rows(p_.dq_intra, p_.K), rows(p_.dk_intra, p_.K), rows(p_.dg_intra, p_.K)},
         /*tiers=*/true);
   }
-  ThreeTensors merge_grads() {
-    return run({Kernel::kMergeGrads},
-               ThreeTensors{rows(p_.dq, p_.K, in_.q), rows(p_.dk, p_.K, in_.k), rows(p_.dg, p_.K)});
+  ThreeTensors run(MergeGrads) {
+    return filled({Kernel::kMergeGrads}, ThreeTensors{rows(p_.dq, p_.K, in_.q),
+                                                      rows(p_.dk, p_.K, in_.k), rows(p_.dg, p_.K)});
   }
 
  private:
@@ -62,7 +63,7 @@ class Step {
   }
   // The outputs, once the kernels are launched.
   template <typename Outputs>
-  Outputs run(std::initializer_list<Kernel> kernels, Outputs outputs, bool tiers = false) {
+  Outputs filled(std::initializer_list<Kernel> kernels, Outputs outputs, bool tiers = false) {
     call_.run_step(kernels, tiers);
     return outputs;
   }
@@ -73,14 +74,14 @@ class Step {
 };
 
 struct Backend {
-  template <typename F>
-  static auto run(const StepInputs& in, const F& f) {
-    return f(Step(in, check_step(in)));
+  template <class Operator>
+  static auto run(const StepInputs& in, Operator step) {
+    return Step(in, check_step(in)).run(step);
   }
 };
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) { StepsOn<Backend>::register_in(m); }
+TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) { register_steps<Backend>(m); }
 
 }  // namespace gla_ext::cuda

@@ -1,10 +1,11 @@
 // The steps of csrc/README.md as operators; forward 1 and 2 are backward 1 and 2.
 #include "op.h"
 
+#include <algorithm>
+
 #include "dispatch/checker.h"
 #include "dispatch/in_place.h"
 #include "dispatch/meta.h"
-#include "dispatch/schema.h"
 
 namespace gla_ext {
 namespace {
@@ -42,6 +43,11 @@ c10::SymInt last_dimension(const std::vector<StepTensor>& tensors, char which) {
   return 1;
 }
 
+bool has_keys(const std::vector<StepTensor>& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [](const StepTensor& x) { return x.last == 'K'; });
+}
+
 }  // namespace
 
 const at::Tensor& StepInputs::first() const { return *step_tensors(*this).front().t; }
@@ -49,6 +55,8 @@ const at::Tensor& StepInputs::first() const { return *step_tensors(*this).front(
 Shape check_step(const StepInputs& in) {
   const std::vector<StepTensor> tensors = step_tensors(in);
   const StepTensor& first = tensors.front();
+  TORCH_CHECK_TYPE(in.scale.has_value() || has_keys(tensors), in.op,
+                   ": expected scale to be a float (its default, K ** -0.5, needs K), got None");
   const Checker check(in.op, first.name, *first.t);
   for (const StepTensor& x : tensors) check.defined(x.name, *x.t);
   for (const StepTensor& x : tensors) {
@@ -58,7 +66,7 @@ Shape check_step(const StepInputs& in) {
   check.floating(first.name, *first.t);
   Shape shape;
   shape.dtype = first.t->scalar_type();
-  shape.accumulate = first.t->scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  shape.accumulate = accumulate_of(*first.t);
   for (const StepTensor& x : tensors) {
     if (x.t == in.g) {
       check.gate_dtype(x.name, *x.t, shape.accumulate == at::kDouble);
@@ -92,11 +100,6 @@ Shape check_step(const StepInputs& in) {
   return shape;
 }
 
-void check_scale_given(const char* op, std::optional<double> scale) {
-  TORCH_CHECK_TYPE(scale.has_value(), op,
-                   ": expected scale to be a float (its default, K ** -0.5, needs K), got None");
-}
-
 // What they return while a graph is traced.
 namespace {
 
@@ -112,22 +115,22 @@ struct TracedStep {
             boundary_state(s, in.first(), in.state_v_first)};
   }
 
-  at::Tensor gate_cumsum() const { return rows(s.K); }
-  TwoTensors chunk_states() const { return states(); }
-  at::Tensor scores_off_diagonal() const { return rows(kChunk); }
-  at::Tensor scores_diagonal() const { return rows(kSubChunk); }
-  at::Tensor output() const { return fresh(*in.v); }
-  TwoTensors state_grads() const { return states(); }
-  at::Tensor value_grads() const { return fresh(*in.d_o); }
-  at::Tensor score_grads() const { return rows(kChunk); }
-  ThreeTensors intra_grads() const { return {rows(s.K), rows(s.K), rows(s.K)}; }
-  ThreeTensors merge_grads() const { return {fresh(*in.q), fresh(*in.k), rows(s.K)}; }
+  at::Tensor run(GateCumsum) const { return rows(s.K); }
+  TwoTensors run(ChunkStates) const { return states(); }
+  at::Tensor run(ScoresOffDiagonal) const { return rows(kChunk); }
+  at::Tensor run(ScoresDiagonal) const { return rows(kSubChunk); }
+  at::Tensor run(Output) const { return fresh(*in.v); }
+  TwoTensors run(StateGrads) const { return states(); }
+  at::Tensor run(ValueGrads) const { return fresh(*in.d_o); }
+  at::Tensor run(ScoreGrads) const { return rows(kChunk); }
+  ThreeTensors run(IntraGrads) const { return {rows(s.K), rows(s.K), rows(s.K)}; }
+  ThreeTensors run(MergeGrads) const { return {fresh(*in.q), fresh(*in.k), rows(s.K)}; }
 };
 
 struct Traced {
-  template <typename F>
-  static auto run(const StepInputs& in, const F& f) {
-    return f(TracedStep{in, check_step(in)});
+  template <class Operator>
+  static auto run(const StepInputs& in, Operator step) {
+    return TracedStep{in, check_step(in)}.run(step);
   }
 };
 
@@ -137,41 +140,11 @@ constexpr char kInstead[] =
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
-  define(m, "_gate_cumsum(Tensor g, Tensor? cu_seqlens) -> Tensor");
-  define(m,
-         "_chunk_states(Tensor k, Tensor v, Tensor b, Tensor? initial_state, Tensor? cu_seqlens, "
-         "bool state_v_first) -> (Tensor S, Tensor final_state)");
-  define(m,
-         "_scores_off_diagonal(Tensor q, Tensor k, Tensor b, Tensor? cu_seqlens, float? scale) -> "
-         "Tensor");
-  define(
-      m,
-      "_scores_diagonal(Tensor q, Tensor k, Tensor b, Tensor? cu_seqlens, float? scale) -> Tensor");
-  define(m,
-         "_output(Tensor q, Tensor v, Tensor b, Tensor A, Tensor A_diagonal, Tensor S, Tensor? "
-         "cu_seqlens, float? scale) -> Tensor");
-  define(m,
-         "_state_grads(Tensor q, Tensor do, Tensor b, Tensor? dht, Tensor? cu_seqlens, float? "
-         "scale, bool state_v_first) -> (Tensor dS, Tensor dh0)");
-  define(m,
-         "_value_grads(Tensor k, Tensor do, Tensor b, Tensor A, Tensor A_diagonal, Tensor dS, "
-         "Tensor? cu_seqlens) -> Tensor");
-  define(m, "_score_grads(Tensor do, Tensor v, Tensor? cu_seqlens, float? scale) -> Tensor");
-  define(m,
-         "_intra_grads(Tensor q, Tensor k, Tensor b, Tensor dA, Tensor? cu_seqlens) -> (Tensor dq, "
-         "Tensor dk, Tensor dg)");
-  define(m,
-         "_merge_grads(Tensor q, Tensor k, Tensor v, Tensor do, Tensor b, Tensor S, Tensor dS, "
-         "Tensor dq, Tensor dk, Tensor dg, Tensor? cu_seqlens, float? scale) -> (Tensor dq, Tensor "
-         "dk, Tensor dg)");
+  for_each_step([&](auto step) {
+    define_without_gradient<kInstead>(m, std::string(step.name) + step.schema);
+  });
 }
 
-TORCH_LIBRARY_IMPL(gla_ext, Meta, m) { StepsOn<Traced>::register_in(m); }
-
-TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  without_gradient<kInstead>(
-      m, {"_gate_cumsum", "_chunk_states", "_scores_off_diagonal", "_scores_diagonal", "_output",
-          "_state_grads", "_value_grads", "_score_grads", "_intra_grads", "_merge_grads"});
-}
+TORCH_LIBRARY_IMPL(gla_ext, Meta, m) { register_steps<Traced>(m); }
 
 }  // namespace gla_ext

@@ -3,32 +3,31 @@
 
 #include <torch/library.h>
 
+#include <tuple>
+#include <type_traits>
+
 #include "common/shape.h"
+#include "dispatch/arguments.h"
 
 namespace gla_ext {
 
 // States of every chunk hold what the products round to anyway: bf16 for bf16 inputs, else the
 // accumulation dtype.
 inline at::ScalarType chunk_states_dtype(const at::Tensor& q) {
-  if (q.scalar_type() == at::kBFloat16) return at::kBFloat16;
-  return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return q.scalar_type() == at::kBFloat16 ? at::kBFloat16 : accumulate_of(q);
 }
 
-// The tensors of a step. What it does not take is left out; at least one of q, k, v, d_o, b or g is
+// The inputs of a step. What it does not take is left out; at least one of q, k, v, d_o, b or g is
 // there.
-struct StepTensors {
+struct StepInputs {
+  const char* op;
   const at::Tensor *q = nullptr, *k = nullptr, *v = nullptr, *d_o = nullptr;  // [B, T, H, K | V]
   const at::Tensor* g = nullptr;                                              // [B, T, H, K]
   const at::Tensor* b = nullptr;                                              // [B, T, H, K]
   const at::Tensor *A = nullptr, *A_diagonal = nullptr, *dA = nullptr;  // [B, T, H, C | c | C]
   const at::Tensor *dq = nullptr, *dk = nullptr, *dg = nullptr;         // [B, T, H, K], of step 6
   const at::Tensor *S = nullptr, *dS = nullptr;                         // [B, chunks, H, K, V]
-  OptionalTensor initial_state, dht;
-};
-
-struct StepInputs : StepTensors {
-  const char* op;
-  const OptionalTensor& cu_seqlens;
+  OptionalTensor initial_state, dht, cu_seqlens;
   std::optional<double> scale = 1.0;
   bool state_v_first = false;
 
@@ -37,122 +36,119 @@ struct StepInputs : StepTensors {
 };
 Shape check_step(const StepInputs& in);
 
-// For the step that has no K to take the default scale from.
-void check_scale_given(const char* op, std::optional<double> scale);
+// A step as an operator: its schema, and the inputs that the schema lists, in its order.
+template <auto... input>
+struct StepOperator {};
+using In = StepInputs;
 
-using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
-using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+struct GateCumsum : StepOperator<&In::g, &In::cu_seqlens> {
+  static constexpr auto name = "_gate_cumsum";
+  static constexpr auto schema = "(Tensor g, Tensor? cu_seqlens) -> Tensor";
+};
 
-// The operators as the dispatcher calls them, by their arguments one by one. Backend::run(inputs,
-// f) checks the inputs and gives f a step of that backend, which has a function for each operator.
-template <class Backend>
-struct StepsOn {
-  static at::Tensor gate_cumsum(const at::Tensor& g, const OptionalTensor& cu_seqlens) {
-    return Backend::run({{.g = &g}, "_gate_cumsum", cu_seqlens},
-                        [](auto&& step) { return step.gate_cumsum(); });
-  }
+struct ChunkStates : StepOperator<&In::k, &In::v, &In::b, &In::initial_state, &In::cu_seqlens,
+                                  &In::state_v_first> {
+  static constexpr auto name = "_chunk_states";
+  static constexpr auto schema =
+      "(Tensor k, Tensor v, Tensor b, Tensor? initial_state, Tensor? cu_seqlens, bool "
+      "state_v_first) -> (Tensor S, Tensor final_state)";
+};
 
-  static TwoTensors chunk_states(const at::Tensor& k, const at::Tensor& v, const at::Tensor& b,
-                                 const OptionalTensor& initial_state,
-                                 const OptionalTensor& cu_seqlens, bool state_v_first) {
-    return Backend::run({{.k = &k, .v = &v, .b = &b, .initial_state = initial_state},
-                         "_chunk_states",
-                         cu_seqlens,
-                         1.0,
-                         state_v_first},
-                        [](auto&& step) { return step.chunk_states(); });
-  }
+struct ScoresOffDiagonal : StepOperator<&In::q, &In::k, &In::b, &In::cu_seqlens, &In::scale> {
+  static constexpr auto name = "_scores_off_diagonal";
+  static constexpr auto schema =
+      "(Tensor q, Tensor k, Tensor b, Tensor? cu_seqlens, float? scale) -> Tensor";
+};
 
-  static at::Tensor scores_off_diagonal(const at::Tensor& q, const at::Tensor& k,
-                                        const at::Tensor& b, const OptionalTensor& cu_seqlens,
-                                        std::optional<double> scale) {
-    return Backend::run({{.q = &q, .k = &k, .b = &b}, "_scores_off_diagonal", cu_seqlens, scale},
-                        [](auto&& step) { return step.scores_off_diagonal(); });
-  }
+struct ScoresDiagonal : StepOperator<&In::q, &In::k, &In::b, &In::cu_seqlens, &In::scale> {
+  static constexpr auto name = "_scores_diagonal";
+  static constexpr auto schema = ScoresOffDiagonal::schema;
+};
 
-  static at::Tensor scores_diagonal(const at::Tensor& q, const at::Tensor& k, const at::Tensor& b,
-                                    const OptionalTensor& cu_seqlens, std::optional<double> scale) {
-    return Backend::run({{.q = &q, .k = &k, .b = &b}, "_scores_diagonal", cu_seqlens, scale},
-                        [](auto&& step) { return step.scores_diagonal(); });
-  }
+struct Output : StepOperator<&In::q, &In::v, &In::b, &In::A, &In::A_diagonal, &In::S,
+                             &In::cu_seqlens, &In::scale> {
+  static constexpr auto name = "_output";
+  static constexpr auto schema =
+      "(Tensor q, Tensor v, Tensor b, Tensor A, Tensor A_diagonal, "
+      "Tensor S, Tensor? cu_seqlens, float? scale) -> Tensor";
+};
 
-  static at::Tensor output(const at::Tensor& q, const at::Tensor& v, const at::Tensor& b,
-                           const at::Tensor& A, const at::Tensor& A_diagonal, const at::Tensor& S,
-                           const OptionalTensor& cu_seqlens, std::optional<double> scale) {
-    return Backend::run({{.q = &q, .v = &v, .b = &b, .A = &A, .A_diagonal = &A_diagonal, .S = &S},
-                         "_output",
-                         cu_seqlens,
-                         scale},
-                        [](auto&& step) { return step.output(); });
-  }
+struct StateGrads : StepOperator<&In::q, &In::d_o, &In::b, &In::dht, &In::cu_seqlens, &In::scale,
+                                 &In::state_v_first> {
+  static constexpr auto name = "_state_grads";
+  static constexpr auto schema =
+      "(Tensor q, Tensor do, Tensor b, Tensor? dht, Tensor? cu_seqlens, float? scale, bool "
+      "state_v_first) -> (Tensor dS, Tensor dh0)";
+};
 
-  static TwoTensors state_grads(const at::Tensor& q, const at::Tensor& d_o, const at::Tensor& b,
-                                const OptionalTensor& dht, const OptionalTensor& cu_seqlens,
-                                std::optional<double> scale, bool state_v_first) {
-    return Backend::run({{.q = &q, .d_o = &d_o, .b = &b, .dht = dht},
-                         "_state_grads",
-                         cu_seqlens,
-                         scale,
-                         state_v_first},
-                        [](auto&& step) { return step.state_grads(); });
-  }
+struct ValueGrads
+    : StepOperator<&In::k, &In::d_o, &In::b, &In::A, &In::A_diagonal, &In::dS, &In::cu_seqlens> {
+  static constexpr auto name = "_value_grads";
+  static constexpr auto schema =
+      "(Tensor k, Tensor do, Tensor b, Tensor A, Tensor A_diagonal, "
+      "Tensor dS, Tensor? cu_seqlens) -> Tensor";
+};
 
-  static at::Tensor value_grads(const at::Tensor& k, const at::Tensor& d_o, const at::Tensor& b,
-                                const at::Tensor& A, const at::Tensor& A_diagonal,
-                                const at::Tensor& dS, const OptionalTensor& cu_seqlens) {
-    return Backend::run(
-        {{.k = &k, .d_o = &d_o, .b = &b, .A = &A, .A_diagonal = &A_diagonal, .dS = &dS},
-         "_value_grads",
-         cu_seqlens},
-        [](auto&& step) { return step.value_grads(); });
-  }
+struct ScoreGrads : StepOperator<&In::d_o, &In::v, &In::cu_seqlens, &In::scale> {
+  static constexpr auto name = "_score_grads";
+  static constexpr auto schema =
+      "(Tensor do, Tensor v, Tensor? cu_seqlens, float? scale) -> Tensor";
+};
 
-  static at::Tensor score_grads(const at::Tensor& d_o, const at::Tensor& v,
-                                const OptionalTensor& cu_seqlens, std::optional<double> scale) {
-    check_scale_given("_score_grads", scale);
-    return Backend::run({{.v = &v, .d_o = &d_o}, "_score_grads", cu_seqlens, scale},
-                        [](auto&& step) { return step.score_grads(); });
-  }
+struct IntraGrads : StepOperator<&In::q, &In::k, &In::b, &In::dA, &In::cu_seqlens> {
+  static constexpr auto name = "_intra_grads";
+  static constexpr auto schema =
+      "(Tensor q, Tensor k, Tensor b, Tensor dA, Tensor? cu_seqlens) "
+      "-> (Tensor dq, Tensor dk, Tensor dg)";
+};
 
-  static ThreeTensors intra_grads(const at::Tensor& q, const at::Tensor& k, const at::Tensor& b,
-                                  const at::Tensor& dA, const OptionalTensor& cu_seqlens) {
-    return Backend::run({{.q = &q, .k = &k, .b = &b, .dA = &dA}, "_intra_grads", cu_seqlens},
-                        [](auto&& step) { return step.intra_grads(); });
-  }
+struct MergeGrads : StepOperator<&In::q, &In::k, &In::v, &In::d_o, &In::b, &In::S, &In::dS, &In::dq,
+                                 &In::dk, &In::dg, &In::cu_seqlens, &In::scale> {
+  static constexpr auto name = "_merge_grads";
+  static constexpr auto schema =
+      "(Tensor q, Tensor k, Tensor v, Tensor do, Tensor b, Tensor S, "
+      "Tensor dS, Tensor dq, Tensor dk, Tensor dg, Tensor? cu_seqlens, "
+      "float? scale) -> (Tensor dq, Tensor dk, Tensor dg)";
+};
 
-  static ThreeTensors merge_grads(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                  const at::Tensor& d_o, const at::Tensor& b, const at::Tensor& S,
-                                  const at::Tensor& dS, const at::Tensor& dq, const at::Tensor& dk,
-                                  const at::Tensor& dg, const OptionalTensor& cu_seqlens,
-                                  std::optional<double> scale) {
-    return Backend::run({{.q = &q,
-                          .k = &k,
-                          .v = &v,
-                          .d_o = &d_o,
-                          .b = &b,
-                          .dq = &dq,
-                          .dk = &dk,
-                          .dg = &dg,
-                          .S = &S,
-                          .dS = &dS},
-                         "_merge_grads",
-                         cu_seqlens,
-                         scale},
-                        [](auto&& step) { return step.merge_grads(); });
-  }
+// f(step) for each of them.
+template <typename F>
+void for_each_step(const F& f) {
+  std::apply([&](auto... step) { (f(step), ...); },
+             std::tuple<GateCumsum, ChunkStates, ScoresOffDiagonal, ScoresDiagonal, Output,
+                        StateGrads, ValueGrads, ScoreGrads, IntraGrads, MergeGrads>());
+}
 
-  static void register_in(torch::Library& m) {
-    m.impl("_gate_cumsum", gate_cumsum);
-    m.impl("_chunk_states", chunk_states);
-    m.impl("_scores_off_diagonal", scores_off_diagonal);
-    m.impl("_scores_diagonal", scores_diagonal);
-    m.impl("_output", output);
-    m.impl("_state_grads", state_grads);
-    m.impl("_value_grads", value_grads);
-    m.impl("_score_grads", score_grads);
-    m.impl("_intra_grads", intra_grads);
-    m.impl("_merge_grads", merge_grads);
+// An input as the dispatcher hands it over.
+inline void set(const at::Tensor*& input, const at::Tensor& given) { input = &given; }
+template <typename T>
+void set(T& input, const T& given) {
+  input = given;
+}
+template <typename T>
+using AsArgument = std::conditional_t<
+    std::is_same_v<T, const at::Tensor*>, const at::Tensor&,
+    std::conditional_t<std::is_same_v<T, OptionalTensor>, const OptionalTensor&, T>>;
+
+template <class Backend, class Step, auto... input>
+struct StepOn {
+  static auto run(
+      AsArgument<std::decay_t<decltype(std::declval<StepInputs>().*input)>>... arguments) {
+    StepInputs in{Step::name};
+    (set(in.*input, arguments), ...);
+    return Backend::run(in, Step{});
   }
 };
+
+template <class Backend, class Step, auto... input>
+void register_step(torch::Library& m, Step, StepOperator<input...>) {
+  m.impl(Step::name, StepOn<Backend, Step, input...>::run);
+}
+
+// The operators from a backend: Backend::run(inputs, step) checks the inputs and runs the step.
+template <class Backend>
+void register_steps(torch::Library& m) {
+  for_each_step([&](auto step) { register_step<Backend>(m, step, step); });
+}
 
 }  // namespace gla_ext

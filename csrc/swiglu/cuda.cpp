@@ -1,24 +1,10 @@
 // SwiGLU on CUDA: check, allocate, launch.
-#include <ATen/cuda/CUDAContext.h>
-#include <ATen/ops/empty.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <torch/library.h>
-
-#include "common/row_layout.h"
-#include "common/tensors.h"
-#include "cuda/host/tensors.h"
+#include "cuda/host/launch.h"
 #include "cuda_kernels.h"
 #include "op.h"
-#include "ops.h"
 
 namespace gla_ext::cuda {
 namespace {
-
-void check_backend(const char* op, const at::Tensor& gate) {
-  check_not_fp64(op, gate.scalar_type());
-  check_gpu(op, gate.device());
-}
 
 // Fresh outputs are aligned; where there are several rows, each of theirs if the width is.
 bool is_aligned(const RowLayout& layout, int64_t elements) {
@@ -29,56 +15,47 @@ bool is_aligned(const RowLayout& layout, int64_t elements) {
   return aligned;
 }
 
-Swiglu problem_of(const RowLayout& layout) {
+class SwigluLaunch : Launch {
+ public:
+  SwigluLaunch(const char* op, const std::vector<at::Tensor>& inputs) : Launch(inputs[0].device()) {
+    check_not_fp64(op, inputs[0].scalar_type());
+    check_gpu(op, inputs[0].device());
+    if (inputs[0].numel() == 0) return;
+    layout_ = lay_out_elements(inputs);
+    p = swiglu_problem<Swiglu>(layout_);
+    p.dtype = dtype_of(inputs[0].scalar_type());
+    p.aligned = is_aligned(layout_, 16 / inputs[0].element_size());
+  }
+
   Swiglu p;
-  p.rows = layout.rows;
-  p.inner_rows = layout.inner_rows;
-  p.width = layout.width;
-  p.dtype = dtype_of(layout.tensors[0].scalar_type());
-  p.aligned = is_aligned(layout, 16 / layout.tensors[0].element_size());
-  p.gate = layout.input(0);
-  p.up = layout.input(1);
-  return p;
-}
 
-at::Tensor swiglu_fwd_cuda(const at::Tensor& gate, const at::Tensor& up) {
-  check_swiglu_fwd(gate, up);
-  check_backend("swiglu", gate);
-  const c10::cuda::CUDAGuard guard(gate.device());
-  at::Tensor y = contiguous_like(gate);
-  if (y.numel() == 0) return y;
-  const RowLayout layout = lay_out_elements({gate, up});
-  Swiglu p = problem_of(layout);
-  p.y = y.mutable_data_ptr();
-  swiglu_forward(p, c10::cuda::getCurrentCUDAStream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-  return y;
-}
+  void run(void (*kernel)(const Swiglu&, cudaStream_t)) const {
+    if (!layout_.tensors.empty()) launch(kernel, p);
+  }
 
-SwigluBackwardOutputs swiglu_bwd_cuda(const at::Tensor& dy, const at::Tensor& gate,
-                                      const at::Tensor& up, bool product) {
-  check_swiglu_bwd(dy, gate, up);
-  check_backend("swiglu_bwd", gate);
-  const c10::cuda::CUDAGuard guard(gate.device());
-  at::Tensor dgate = contiguous_like(gate), dup = contiguous_like(gate);
-  at::Tensor y = product ? contiguous_like(gate) : at::empty({0}, gate.options());
-  if (gate.numel() == 0) return {dgate, dup, y};
-  const RowLayout layout = lay_out_elements({gate, up, dy});
-  Swiglu p = problem_of(layout);
-  p.dy = layout.input(2);
-  p.dgate = dgate.mutable_data_ptr();
-  p.dup = dup.mutable_data_ptr();
-  if (product) p.y = y.mutable_data_ptr();
-  swiglu_backward(p, c10::cuda::getCurrentCUDAStream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-  return {dgate, dup, y};
-}
+ private:
+  RowLayout layout_;
+};
+
+struct Backend {
+  static void forward(const char* op, const std::vector<at::Tensor>& inputs, const at::Tensor& y) {
+    SwigluLaunch launch(op, inputs);
+    launch.p.y = y.mutable_data_ptr();
+    launch.run(swiglu_forward);
+  }
+
+  static void backward(const char* op, const std::vector<at::Tensor>& inputs,
+                       const at::Tensor& dgate, const at::Tensor& dup, const at::Tensor& y) {
+    SwigluLaunch launch(op, inputs);
+    launch.p.dgate = dgate.mutable_data_ptr();
+    launch.p.dup = dup.mutable_data_ptr();
+    if (y.numel() > 0) launch.p.y = y.mutable_data_ptr();
+    launch.run(swiglu_backward);
+  }
+};
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
-  m.impl("swiglu_fwd", swiglu_fwd_cuda);
-  m.impl("swiglu_bwd", swiglu_bwd_cuda);
-}
+TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) { SwigluOn<Backend>::register_in(m); }
 
 }  // namespace gla_ext::cuda

@@ -5,14 +5,12 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
 
-#include "dispatch/as_matrix.h"
 #include "dispatch/autocast.h"
 #include "dispatch/checker.h"
 #include "dispatch/differentiable.h"
-#include "dispatch/meta.h"
+#include "dispatch/linear_map.h"
 #include "dispatch/op.h"
 #include "dispatch/schema.h"
-#include "ops.h"
 
 namespace gla_ext {
 
@@ -28,7 +26,7 @@ SwigluBackwardOutputs swiglu_bwd(const at::Tensor& dy, const at::Tensor& gate, c
 }
 
 at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
-                         const std::optional<at::Tensor>& bias) {
+                         const OptionalTensor& bias) {
   static const Op<decltype(swiglu_linear)> op("gla_ext::swiglu_linear");
   return op(gate, up, weight, bias);
 }
@@ -72,17 +70,12 @@ void check_swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at:
   if (given(bias)) check.shape("bias", *bias, "[N]", {N});
 }
 
-// What they return while a graph is traced.
-at::Tensor fwd_meta(const at::Tensor& gate, const at::Tensor& up) {
-  check_swiglu_fwd(gate, up);
-  return fresh(gate);
-}
-
-SwigluBackwardOutputs bwd_meta(const at::Tensor& dy, const at::Tensor& gate, const at::Tensor& up,
-                               bool product) {
-  check_swiglu_bwd(dy, gate, up);
-  return {fresh(gate), fresh(gate), product ? fresh(gate) : empty({0}, gate, gate.scalar_type())};
-}
+// While a graph is traced nothing is run.
+struct Traced {
+  static void forward(const char*, const std::vector<at::Tensor>&, const at::Tensor&) {}
+  static void backward(const char*, const std::vector<at::Tensor>&, const at::Tensor&,
+                       const at::Tensor&, const at::Tensor&) {}
+};
 
 // Nothing but the inputs is saved.
 struct Swiglu {
@@ -160,17 +153,10 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
                    "swiglu_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias) -> Tensor",
                    linear_of_product);
   autocast_first<4, swiglu_linear>(m, "swiglu_linear");
+  differentiable<swiglu_fwd, swiglu_bwd, Swiglu>(m);
+  m.impl("swiglu_linear", torch::dispatch(c10::DispatchKey::Autograd, swiglu_linear_autograd));
 }
 
-TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
-  m.impl("swiglu_fwd", fwd_meta);
-  m.impl("swiglu_bwd", bwd_meta);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  m.impl(Swiglu::fwd, Differentiable<swiglu_fwd, Swiglu>::run);
-  m.impl(Swiglu::bwd, DifferentiableOnce<swiglu_bwd, Swiglu>::run);
-  m.impl("swiglu_linear", swiglu_linear_autograd);
-}
+TORCH_LIBRARY_IMPL(gla_ext, Meta, m) { SwigluOn<Traced>::register_in(m); }
 
 }  // namespace gla_ext

@@ -2,7 +2,6 @@
 // all-gather hands that to all, and what enters a rank follows (context parallel). Backward goes
 // the same way from the last rank to the first.
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <functional>
@@ -10,18 +9,26 @@
 #include <vector>
 
 #include "chunk_gla/for_backward.h"
-#include "common/output_grad.h"
 #include "dispatch/autocast.h"
+#include "dispatch/differentiable.h"
+#include "dispatch/meta.h"
 #include "dispatch/op.h"
-#include "dispatch/refuse.h"
 #include "dispatch/schema.h"
 
 namespace gla_ext {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 using Ints = std::vector<int64_t>;
+
+// The operator's arguments.
+struct Arguments : ChunkInputs {
+  const OptionalTensor &initial_state, &cu_seqlens;
+  std::optional<double> scale;
+  bool output_final_state, state_v_first, batch_invariant, for_backward;
+  int64_t rank, size;
+  std::string_view group;
+  at::IntArrayRef counts, before, after, spans;
+};
 
 // Which tokens of the text this rank has.
 struct Ranks {
@@ -34,18 +41,25 @@ struct Ranks {
   int64_t last_row() const { return count - 1; }
 };
 
-// The inputs of a call, of which packed sequences' halves take a cut.
+// The inputs of a call, or a part of them by tokens.
 struct Inputs {
-  const at::Tensor &q, &k, &v;
+  at::Tensor q, k, v;
   OptionalTensor g, gv;
   std::optional<double> scale;
   bool v_first, batch_invariant;
 
-  at::Tensor cut(const at::Tensor& t, int64_t start, int64_t end) const {
-    return t.slice(1, start, end);
-  }
-  OptionalTensor cut(const OptionalTensor& t, int64_t start, int64_t end) const {
-    return given(t) ? OptionalTensor(cut(*t, start, end)) : std::nullopt;
+  Inputs part(int64_t start, int64_t end) const {
+    const auto of = [&](const OptionalTensor& t) {
+      return given(t) ? OptionalTensor(t->slice(1, start, end)) : std::nullopt;
+    };
+    return {q.slice(1, start, end),
+            k.slice(1, start, end),
+            v.slice(1, start, end),
+            of(g),
+            of(gv),
+            scale,
+            v_first,
+            batch_invariant};
   }
 };
 
@@ -81,11 +95,10 @@ OptionalTensor own_row(const OptionalTensor& t, const Ranks& r, int64_t reach, i
 // Packed: what the last sequence leaves.
 at::Tensor packed_summary(const Inputs& in, const OptionalTensor& initial_state, const Ranks& r) {
   const int64_t start = r.spans[2], end = r.count > 0 ? r.spans[3] : start;
-  return std::get<0>(chunk_gla_summary(
-      in.cut(in.q, start, end), in.cut(in.k, start, end), in.cut(in.v, start, end),
-      in.cut(in.g, start, end), in.cut(in.gv, start, end),
-      own_row(initial_state, r, r.before, r.last_row()), in.scale, in.v_first, in.batch_invariant,
-      /*for_backward=*/false, 0));
+  const Inputs last = in.part(start, end);
+  return std::get<0>(chunk_gla_summary(last.q, last.k, last.v, last.g, last.gv,
+                                       own_row(initial_state, r, r.before, r.last_row()), in.scale,
+                                       in.v_first, in.batch_invariant, /*for_backward=*/false, 0));
 }
 
 // Packed: the gradient of what enters the first sequence.
@@ -93,10 +106,10 @@ at::Tensor packed_summary_bwd(const Inputs& in, const at::Tensor& d_o, const Opt
                               const Ranks& r) {
   const at::Tensor none = d_o.new_empty({0}, d_o.options().dtype(at::kByte));
   const int64_t start = r.spans[0], end = r.count > 0 ? r.spans[1] : start;
-  return std::get<0>(chunk_gla_summary_bwd(
-      in.cut(d_o, start, end), own_row(dht, r, r.after, 0), in.cut(in.q, start, end),
-      in.cut(in.k, start, end), in.cut(in.v, start, end), in.cut(in.g, start, end),
-      in.cut(in.gv, start, end), in.scale, in.v_first, in.batch_invariant, none, 0));
+  const Inputs first = in.part(start, end);
+  return std::get<0>(chunk_gla_summary_bwd(d_o.slice(1, start, end), own_row(dht, r, r.after, 0),
+                                           first.q, first.k, first.v, first.g, first.gv, in.scale,
+                                           in.v_first, in.batch_invariant, none, 0));
 }
 
 // The fold of what all ranks hand on, into the row of packed sequences; `decays`: in backward.
@@ -113,19 +126,15 @@ std::tuple<at::Tensor, at::Tensor> fold(const Inputs& in, const at::Tensor& summ
 }
 
 // Backward where a graph is made of it, whose own backward says what it cannot do. What has a
-// gradient stands beside `run`, for the Function to see.
-class ChunkGlaAcrossRanksBackward : public torch::autograd::Function<ChunkGlaAcrossRanksBackward> {
- public:
-  static variable_list forward(AutogradContext*, const at::Tensor&, const OptionalTensor&,
-                               const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                               const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                               const std::function<variable_list()>& run) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return run();
-  }
-  static variable_list backward(AutogradContext*, const variable_list&) {
-    refuse_double_backward("chunk_gla_fwd");
-  }
+// gradient stands beside `run`, for autograd to see.
+BackwardOutputs run_backward(const at::Tensor&, const OptionalTensor&, const at::Tensor&,
+                             const at::Tensor&, const at::Tensor&, const OptionalTensor&,
+                             const OptionalTensor&, const OptionalTensor&,
+                             const std::function<BackwardOutputs()>& run) {
+  return run();
+}
+struct OfForward {
+  static constexpr const char* fwd = "chunk_gla_fwd";
 };
 
 class ChunkGlaAcrossRanks : public torch::autograd::Function<ChunkGlaAcrossRanks> {
@@ -135,60 +144,58 @@ class ChunkGlaAcrossRanks : public torch::autograd::Function<ChunkGlaAcrossRanks
   static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
                                const at::Tensor& v, const OptionalTensor& g,
                                const OptionalTensor& gv, const OptionalTensor& initial_state,
-                               const OptionalTensor& cu_seqlens, std::optional<double> scale,
-                               bool output_final_state, bool state_v_first, bool batch_invariant,
-                               bool for_backward, const Ranks& r, at::Tensor* not_asked_for) {
+                               const Arguments& a, const Ranks& r, at::Tensor* not_asked_for) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const Inputs in{q, k, v, g, gv, scale, state_v_first, batch_invariant};
-    const bool packed = given(cu_seqlens);
-    const OptionalTensor none;
+    const Inputs in{q, k, v, g, gv, a.scale, a.state_v_first, a.batch_invariant};
+    const bool packed = given(a.cu_seqlens);
     HalfSizes sizes;
     at::Tensor own, prepared;
     if (packed) {
       own = packed_summary(in, initial_state, r);
     } else {
-      sizes = half_sizes({q, k, v, g, gv, none, none, scale, false, false, batch_invariant, 0},
-                         for_backward);
+      sizes = half_sizes(
+          {q, k, v, g, gv, kAbsent, kAbsent, a.scale, false, false, a.batch_invariant, 0},
+          a.for_backward);
       std::tie(own, prepared) =
-          chunk_gla_summary(q, k, v, g, gv, own_rows(initial_state, r.before), scale, state_v_first,
-                            batch_invariant, for_backward, sizes.prepared);
+          chunk_gla_summary(q, k, v, g, gv, own_rows(initial_state, r.before), a.scale,
+                            a.state_v_first, a.batch_invariant, a.for_backward, sizes.prepared);
     }
     const auto [entered, decays] =
-        fold(in, gather(own, r), none, initial_state, r, packed, r.before, 0);
+        fold(in, gather(own, r), kAbsent, initial_state, r, packed, r.before, 0);
     const OptionalTensor state = r.before > 0 ? OptionalTensor(entered) : initial_state;
-    const bool ends = output_final_state && (packed || r.after == 0);
+    const bool ends = a.output_final_state && (packed || r.after == 0);
     at::Tensor o, final_state, left, entering;
     if (packed) {
       ForwardArguments whole{
-          q, k, v, g, gv, state, cu_seqlens, scale, ends, state_v_first, batch_invariant, 0};
-      if (for_backward) whole.for_backward_bytes = for_backward_bytes(whole);
+          q, k, v, g, gv, state, a.cu_seqlens, a.scale, ends, a.state_v_first, a.batch_invariant,
+          0};
+      if (a.for_backward) whole.for_backward_bytes = for_backward_bytes(whole);
       std::tie(o, final_state, left) = dispatch(whole);
       entering = left;
     } else {
       std::tie(o, final_state, entering) =
-          chunk_gla_apply(q, k, v, g, gv, state, scale, ends, state_v_first, batch_invariant,
-                          for_backward, prepared, sizes.segments);
+          chunk_gla_apply(q, k, v, g, gv, state, a.scale, ends, a.state_v_first, a.batch_invariant,
+                          a.for_backward, prepared, sizes.segments);
       left = sizes.left ? prepared : prepared.new_empty({0});
       if (!sizes.left) entering = entering.new_empty({0});
     }
     if (ends && r.after > 0) clear_rows(final_state, packed, r.last_row());
-    if (output_final_state && !ends) final_state = no_state(in, decays);
-    ctx->save_for_backward({q, k, v, or_undefined(g), or_undefined(gv), or_undefined(state),
-                            or_undefined(cu_seqlens), left, entering, decays});
+    if (a.output_final_state && !ends) final_state = no_state(in, decays);
+    save(ctx, {q, k, v, g, gv, state, a.cu_seqlens, left, entering, decays});
     auto& saved = ctx->saved_data;
-    saved["scale"] = scale;
-    saved["output_final_state"] = output_final_state;
-    saved["state_v_first"] = state_v_first;
-    saved["batch_invariant"] = batch_invariant;
+    saved["scale"] = a.scale;
+    saved["output_final_state"] = a.output_final_state;
+    saved["state_v_first"] = a.state_v_first;
+    saved["batch_invariant"] = a.batch_invariant;
     saved["has_initial_state"] = given(initial_state);
     saved["prepared_bwd"] = sizes.prepared_bwd;
     saved["rank"] = r.rank, saved["size"] = r.size, saved["group"] = r.group;
     saved["count"] = r.count, saved["before"] = r.before, saved["after"] = r.after;
     saved["spans"] = r.spans;
     ctx->set_materialize_grads(false);
-    // As in ChunkGla: what has no gradient goes around the Function.
+    // As in Differentiable: what has no gradient goes around the Function.
     *not_asked_for = final_state;
-    if (output_final_state) return {o, final_state};
+    if (a.output_final_state) return {o, final_state};
     return {o};
   }
 
@@ -199,22 +206,21 @@ class ChunkGlaAcrossRanks : public torch::autograd::Function<ChunkGlaAcrossRanks
     OptionalTensor dht;
     if (ctx->saved_data["output_final_state"].toBool()) dht = or_absent(grads[1]);
     const auto run = [&] { return gradients(ctx, saved, d_o, dht); };
-    variable_list found =
-        at::GradMode::is_enabled()
-            ? ChunkGlaAcrossRanksBackward::apply(d_o, dht, q, k, v, or_absent(saved[3]),
-                                                 or_absent(saved[4]), or_absent(saved[5]), run)
-            : run();
-    found.resize(14);  // an argument each
-    for (size_t i : {3, 4})
-      if (!saved[i].defined()) found[i] = at::Tensor();
-    if (!ctx->saved_data["has_initial_state"].toBool()) found[5] = at::Tensor();
+    auto [dq, dk, dv, dg, dgv, dh0] = at::GradMode::is_enabled()
+                                          ? DifferentiableOnce<run_backward, OfForward>::record(
+                                                d_o, dht, q, k, v, or_absent(saved[3]),
+                                                or_absent(saved[4]), or_absent(saved[5]), run)
+                                          : run();
+    if (!ctx->saved_data["has_initial_state"].toBool()) dh0 = at::Tensor();
+    variable_list found{dq, dk, dv, grad_of(saved[3], dg), grad_of(saved[4], dgv), dh0};
+    found.resize(9);  // an argument each
     return found;
   }
 
  private:
   // dq, dk, dv, dg, dgv and dh0, of 0 elements where there is no such input.
-  static variable_list gradients(AutogradContext* ctx, const variable_list& saved,
-                                 const at::Tensor& d_o, OptionalTensor dht) {
+  static BackwardOutputs gradients(AutogradContext* ctx, const variable_list& saved,
+                                   const at::Tensor& d_o, OptionalTensor dht) {
     auto& data = ctx->saved_data;
     const Ranks r{data["rank"].toInt(),       data["size"].toInt(),   data["group"].toStringRef(),
                   data["count"].toInt(),      data["before"].toInt(), data["after"].toInt(),
@@ -256,47 +262,41 @@ class ChunkGlaAcrossRanks : public torch::autograd::Function<ChunkGlaAcrossRanks
   }
 };
 
-void check_ranks(int64_t rank, int64_t size, at::IntArrayRef counts, at::IntArrayRef before,
-                 at::IntArrayRef after, at::IntArrayRef spans, bool packed) {
+void check_ranks(const Arguments& a, bool packed) {
   const char* op = "chunk_gla_across_ranks";
-  TORCH_CHECK_VALUE(rank >= 0 && rank < size, op, ": expected rank to be from 0 to ", size - 1,
-                    ", got ", rank);
+  TORCH_CHECK_VALUE(a.rank >= 0 && a.rank < a.size, op, ": expected rank to be from 0 to ",
+                    a.size - 1, ", got ", a.rank);
   const auto check = [&](const char* name, at::IntArrayRef values, size_t elements) {
     TORCH_CHECK_VALUE(values.size() == elements, op, ": expected ", name, " to have ", elements,
                       elements == 1 ? " element, got " : " elements, got ", values.size());
   };
-  check("before", before, 1);
-  check("after", after, 1);
+  check("before", a.before, 1);
+  check("after", a.after, 1);
   if (!packed) return;
-  check("counts", counts, 1);
-  check("spans", spans, 4);
+  check("counts", a.counts, 1);
+  check("spans", a.spans, 4);
 }
 
-std::tuple<at::Tensor, at::Tensor> chunk_gla_across_ranks(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
-    const OptionalTensor& gv, const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
-    std::optional<double> scale, bool output_final_state, bool state_v_first, bool batch_invariant,
-    bool for_backward, int64_t rank, int64_t size, std::string_view group, at::IntArrayRef counts,
-    at::IntArrayRef before, at::IntArrayRef after, at::IntArrayRef spans) {
-  refuse_unsupported("chunk_gla_fwd", q, k, v, g, gv, initial_state);
-  const bool packed = given(cu_seqlens);
-  check_ranks(rank, size, counts, before, after, spans, packed);
-  const Ranks r{rank,      size,     std::string(group), packed ? counts[0] : 0,
-                before[0], after[0], spans.vec()};
+TwoTensors chunk_gla_across_ranks(const Arguments& a) {
+  refuse_unsupported("chunk_gla_fwd", a.q, a.k, a.v, a.g, a.gv, a.initial_state);
+  const bool packed = given(a.cu_seqlens);
+  check_ranks(a, packed);
+  const Ranks r{a.rank,      a.size,     std::string(a.group), packed ? a.counts[0] : 0,
+                a.before[0], a.after[0], a.spans.vec()};
   at::Tensor final_state;
-  auto outputs = ChunkGlaAcrossRanks::apply(q, k, v, g, gv, initial_state, cu_seqlens, scale,
-                                            output_final_state, state_v_first, batch_invariant,
-                                            for_backward, r, &final_state);
-  return {outputs[0], output_final_state ? outputs[1] : final_state};
+  auto outputs =
+      ChunkGlaAcrossRanks::apply(a.q, a.k, a.v, a.g, a.gv, a.initial_state, a, r, &final_state);
+  return {outputs[0], a.output_final_state ? outputs[1] : final_state};
 }
 
 // The operator, through the dispatcher.
-std::tuple<at::Tensor, at::Tensor> call(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
-    const OptionalTensor& gv, const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
-    std::optional<double> scale, bool output_final_state, bool state_v_first, bool batch_invariant,
-    bool for_backward, int64_t rank, int64_t size, std::string_view group, at::IntArrayRef counts,
-    at::IntArrayRef before, at::IntArrayRef after, at::IntArrayRef spans) {
+TwoTensors call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                const OptionalTensor& g, const OptionalTensor& gv,
+                const OptionalTensor& initial_state, const OptionalTensor& cu_seqlens,
+                std::optional<double> scale, bool output_final_state, bool state_v_first,
+                bool batch_invariant, bool for_backward, int64_t rank, int64_t size,
+                std::string_view group, at::IntArrayRef counts, at::IntArrayRef before,
+                at::IntArrayRef after, at::IntArrayRef spans) {
   static const Op<decltype(call)> op("gla_ext::chunk_gla_across_ranks");
   return op(q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state, state_v_first,
             batch_invariant, for_backward, rank, size, group, counts, before, after, spans);
@@ -315,7 +315,7 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, CompositeImplicitAutograd, m) {
-  m.impl("chunk_gla_across_ranks", &chunk_gla_across_ranks);
+  m.impl("chunk_gla_across_ranks", by_arguments<call, chunk_gla_across_ranks>);
 }
 
 }  // namespace gla_ext

@@ -1,6 +1,4 @@
 // The halves of chunk_gla on the CPU, each a pass of its own, and the fold between them.
-#include <torch/library.h>
-
 #include <cmath>
 
 #include "cpu/host/parallel.h"
@@ -44,7 +42,7 @@ void fold(const Fold<T>& p) {
     p.kept[i] = p.decays[i / p.decays_each() * p.decay_stride + i % p.decays_each()];
 }
 
-std::tuple<at::Tensor, at::Tensor> chunk_gla_fold_cpu(const FoldArguments& a) {
+TwoTensors chunk_gla_fold_cpu(const FoldArguments& a) {
   const halves::FoldTensors tensors(a);
   if (tensors.x.scalar_type() == at::kDouble)
     fold(tensors.problem<double>());
@@ -56,11 +54,8 @@ std::tuple<at::Tensor, at::Tensor> chunk_gla_fold_cpu(const FoldArguments& a) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
-  m.impl("chunk_gla_summary", &halves::summary);
-  m.impl("chunk_gla_apply", &halves::apply);
-  m.impl("chunk_gla_summary_bwd", &halves::summary_bwd);
-  m.impl("chunk_gla_apply_bwd", &halves::apply_bwd);
-  m.impl("chunk_gla_fold", &halves::positional_fold<chunk_gla_fold_cpu>);
+  register_halves<halves::summary, halves::apply, halves::summary_bwd, halves::apply_bwd,
+                  chunk_gla_fold_cpu>(m);
 }
 
 }  // namespace gla_ext::cpu

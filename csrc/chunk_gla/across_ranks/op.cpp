@@ -6,47 +6,44 @@
 #include "dispatch/in_place.h"
 #include "dispatch/meta.h"
 #include "dispatch/op.h"
-#include "dispatch/schema.h"
 
 namespace gla_ext {
 
-std::tuple<at::Tensor, at::Tensor> chunk_gla_summary(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const std::optional<at::Tensor>& g, const std::optional<at::Tensor>& gv,
-    const std::optional<at::Tensor>& initial_state, std::optional<double> scale, bool state_v_first,
-    bool batch_invariant, bool for_backward, int64_t prepared_bytes) {
+TwoTensors chunk_gla_summary(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                             const OptionalTensor& g, const OptionalTensor& gv,
+                             const OptionalTensor& initial_state, std::optional<double> scale,
+                             bool state_v_first, bool batch_invariant, bool for_backward,
+                             int64_t prepared_bytes) {
   static const Op<decltype(chunk_gla_summary)> op("gla_ext::chunk_gla_summary");
   return op(q, k, v, g, gv, initial_state, scale, state_v_first, batch_invariant, for_backward,
             prepared_bytes);
 }
 
 ForwardOutputs chunk_gla_apply(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const std::optional<at::Tensor>& g,
-                               const std::optional<at::Tensor>& gv,
-                               const std::optional<at::Tensor>& initial_state,
-                               std::optional<double> scale, bool output_final_state,
-                               bool state_v_first, bool batch_invariant, bool for_backward,
-                               const at::Tensor& prepared, int64_t segments) {
+                               const OptionalTensor& g, const OptionalTensor& gv,
+                               const OptionalTensor& initial_state, std::optional<double> scale,
+                               bool output_final_state, bool state_v_first, bool batch_invariant,
+                               bool for_backward, const at::Tensor& prepared, int64_t segments) {
   static const Op<decltype(chunk_gla_apply)> op("gla_ext::chunk_gla_apply");
   return op(q, k, v, g, gv, initial_state, scale, output_final_state, state_v_first,
             batch_invariant, for_backward, prepared, segments);
 }
 
-std::tuple<at::Tensor, at::Tensor> chunk_gla_summary_bwd(
-    const at::Tensor& d_o, const std::optional<at::Tensor>& dht, const at::Tensor& q,
-    const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& g,
-    const std::optional<at::Tensor>& gv, std::optional<double> scale, bool state_v_first,
-    bool batch_invariant, const at::Tensor& prepared, int64_t prepared_bytes) {
+TwoTensors chunk_gla_summary_bwd(const at::Tensor& d_o, const OptionalTensor& dht,
+                                 const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                 const OptionalTensor& g, const OptionalTensor& gv,
+                                 std::optional<double> scale, bool state_v_first,
+                                 bool batch_invariant, const at::Tensor& prepared,
+                                 int64_t prepared_bytes) {
   static const Op<decltype(chunk_gla_summary_bwd)> op("gla_ext::chunk_gla_summary_bwd");
   return op(d_o, dht, q, k, v, g, gv, scale, state_v_first, batch_invariant, prepared,
             prepared_bytes);
 }
 
-BackwardOutputs chunk_gla_apply_bwd(const at::Tensor& d_o, const std::optional<at::Tensor>& dht,
+BackwardOutputs chunk_gla_apply_bwd(const at::Tensor& d_o, const OptionalTensor& dht,
                                     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                    const std::optional<at::Tensor>& g,
-                                    const std::optional<at::Tensor>& gv,
-                                    const std::optional<at::Tensor>& initial_state,
+                                    const OptionalTensor& g, const OptionalTensor& gv,
+                                    const OptionalTensor& initial_state,
                                     std::optional<double> scale, bool state_v_first,
                                     bool batch_invariant, const at::Tensor& prepared,
                                     const at::Tensor& entering, const at::Tensor& prepared_bwd) {
@@ -55,19 +52,40 @@ BackwardOutputs chunk_gla_apply_bwd(const at::Tensor& d_o, const std::optional<a
             prepared, entering, prepared_bwd);
 }
 
-std::tuple<at::Tensor, at::Tensor> chunk_gla_fold(
-    const at::Tensor& summaries, const std::optional<at::Tensor>& decays,
-    const std::optional<at::Tensor>& boundary, int64_t size, const c10::SymInt& each,
-    const c10::SymInt& rows, const c10::SymInt& H, const c10::SymInt& K, const c10::SymInt& V,
-    bool key_gated, bool value_gated, bool state_v_first, at::IntArrayRef places,
-    at::IntArrayRef reach, at::IntArrayRef entered) {
-  using Function = std::tuple<at::Tensor, at::Tensor>(
-      const at::Tensor&, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-      int64_t, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt, bool, bool, bool,
-      at::IntArrayRef, at::IntArrayRef, at::IntArrayRef);
-  static const Op<Function> op("gla_ext::chunk_gla_fold");
+TwoTensors chunk_gla_fold(const at::Tensor& summaries, const OptionalTensor& decays,
+                          const OptionalTensor& boundary, int64_t size, const c10::SymInt& each,
+                          const c10::SymInt& rows, const c10::SymInt& H, const c10::SymInt& K,
+                          const c10::SymInt& V, bool key_gated, bool value_gated,
+                          bool state_v_first, at::IntArrayRef places, at::IntArrayRef reach,
+                          at::IntArrayRef entered) {
+  static const Op<FoldOperator> op("gla_ext::chunk_gla_fold");
   return op(summaries, decays, boundary, size, each, rows, H, K, V, key_gated, value_gated,
             state_v_first, places, reach, entered);
+}
+
+// What they take.
+ForwardArguments whole(const SummaryArguments& a) {
+  return {a, a.initial_state, kAbsent, a.scale, true, a.state_v_first, a.batch_invariant, 0};
+}
+
+ForwardArguments whole(const ApplyArguments& a) {
+  return {a,
+          a.initial_state,
+          kAbsent,
+          a.scale,
+          a.output_final_state,
+          a.state_v_first,
+          a.batch_invariant,
+          0};
+}
+
+BackwardArguments whole(const SummaryBackwardArguments& a, const OptionalTensor& initial_state) {
+  return {a, a, initial_state, kAbsent, a.scale, a.state_v_first, a.batch_invariant, kAbsent, true};
+}
+
+BackwardArguments whole(const ApplyBackwardArguments& a) {
+  return {a,       a,   a.initial_state, kAbsent, a.scale, a.state_v_first, a.batch_invariant,
+          kAbsent, true};
 }
 
 c10::SymInt FoldArguments::decays_each() const {
@@ -118,73 +136,39 @@ void check_chunk_gla_fold(const FoldArguments& a) {
 
 namespace {
 
-// What they return while a graph is traced.
-// The halves, whose shared tensors have the sizes that the caller was told.
-Shape check_halves(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                   const OptionalTensor& g, const OptionalTensor& gv,
-                   const OptionalTensor& initial_state, bool state_v_first) {
-  const OptionalTensor none;
-  return check_chunk_gla_fwd(
-      {q, k, v, g, gv, initial_state, none, std::nullopt, false, state_v_first, false, 0});
-}
-
-std::tuple<at::Tensor, at::Tensor> summary_meta(const at::Tensor& q, const at::Tensor& k,
-                                                const at::Tensor& v, const OptionalTensor& g,
-                                                const OptionalTensor& gv,
-                                                const OptionalTensor& initial_state,
-                                                std::optional<double>, bool state_v_first, bool,
-                                                bool, int64_t prepared_bytes) {
-  const Shape s = check_halves(q, k, v, g, gv, initial_state, state_v_first);
+// What they return while a graph is traced: the shared tensors have the sizes that the caller was
+// told.
+TwoTensors summary_meta(const SummaryArguments& a) {
+  const Shape s = check_chunk_gla_fwd(whole(a));
   c10::SymInt channels = s.K * s.V;
-  if (given(g)) channels += s.K;
-  if (given(gv)) channels += s.V;
-  return {empty({s.B * s.H * channels}, q, s.accumulate), empty({prepared_bytes}, q, at::kByte)};
+  if (given(a.g)) channels += s.K;
+  if (given(a.gv)) channels += s.V;
+  return {empty({s.B * s.H * channels}, a.q, s.accumulate),
+          empty({a.prepared_bytes}, a.q, at::kByte)};
 }
 
-ForwardOutputs apply_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const OptionalTensor& g, const OptionalTensor& gv,
-                          const OptionalTensor& initial_state, std::optional<double>,
-                          bool output_final_state, bool state_v_first, bool, bool,
-                          const at::Tensor&, int64_t segments) {
-  const Shape s = check_halves(q, k, v, g, gv, initial_state, state_v_first);
-  return {fresh_output(s, v),
-          output_final_state ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate),
-          empty({s.B, segments, s.H, s.K, s.V}, q, s.accumulate)};
+ForwardOutputs apply_meta(const ApplyArguments& a) {
+  const Shape s = check_chunk_gla_fwd(whole(a));
+  return {fresh_output(s, a.v), boundary_state_if(a.output_final_state, s, a.q, a.state_v_first),
+          empty({s.B, a.segments, s.H, s.K, s.V}, a.q, s.accumulate)};
 }
 
-std::tuple<at::Tensor, at::Tensor> summary_bwd_meta(
-    const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q, const at::Tensor& k,
-    const at::Tensor& v, const OptionalTensor& g, const OptionalTensor& gv, std::optional<double>,
-    bool state_v_first, bool, const at::Tensor&, int64_t prepared_bytes) {
-  const OptionalTensor none;
-  const Shape s = check_chunk_gla_bwd(
-      {d_o, dht, q, k, v, g, gv, none, none, std::nullopt, state_v_first, false, none});
-  return {boundary_state(s, q, false), empty({prepared_bytes}, q, at::kByte)};
+TwoTensors summary_bwd_meta(const SummaryBackwardArguments& a) {
+  const Shape s = check_chunk_gla_bwd(whole(a, kAbsent));
+  return {boundary_state(s, a.q, false), empty({a.prepared_bytes}, a.q, at::kByte)};
 }
 
-std::tuple<at::Tensor, at::Tensor> fold_meta(const FoldArguments& a) {
+BackwardOutputs apply_bwd_meta(const ApplyBackwardArguments& a) {
+  return fresh_gradients(check_chunk_gla_bwd(whole(a)), a.q, a.k, a.v, a.g, a.gv, a.initial_state,
+                         a.state_v_first);
+}
+
+TwoTensors fold_meta(const FoldArguments& a) {
   check_chunk_gla_fold(a);
   const auto dtype = a.summaries.scalar_type();
   return {empty(a.x_sizes(), a.summaries, dtype),
           a.backwards() ? empty({0}, a.summaries, dtype)
                         : empty({a.size, a.decays_each()}, a.summaries, dtype)};
-}
-
-BackwardOutputs apply_bwd_meta(const at::Tensor& d_o, const OptionalTensor& dht,
-                               const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const OptionalTensor& g, const OptionalTensor& gv,
-                               const OptionalTensor& initial_state, std::optional<double>,
-                               bool state_v_first, bool, const at::Tensor&, const at::Tensor&,
-                               const at::Tensor&) {
-  const OptionalTensor none;
-  const Shape s = check_chunk_gla_bwd(
-      {d_o, dht, q, k, v, g, gv, initial_state, none, std::nullopt, state_v_first, false, none});
-  return {fresh(q),
-          fresh(k),
-          fresh(v),
-          gate_grad(g, q, s),
-          gate_grad(gv, q, s),
-          given(initial_state) ? boundary_state(s, q, state_v_first) : empty({0}, q, s.accumulate)};
 }
 
 constexpr char kInstead[] =
@@ -193,43 +177,39 @@ constexpr char kInstead[] =
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
-  define(m,
-         "chunk_gla_summary(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? "
-         "initial_state, float? scale, bool state_v_first, bool batch_invariant, bool "
-         "for_backward, int prepared_bytes=0) -> (Tensor summary, Tensor prepared)");
-  define(m,
-         "chunk_gla_apply(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? "
-         "initial_state, float? scale, bool output_final_state, bool state_v_first, bool "
-         "batch_invariant, bool for_backward, Tensor prepared, int segments=0) -> (Tensor o, "
-         "Tensor final_state, Tensor entering)");
-  define(m,
-         "chunk_gla_summary_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
-         "Tensor? gv, float? scale, bool state_v_first, bool batch_invariant, Tensor prepared, int "
-         "prepared_bytes=0) -> (Tensor state_grad, Tensor prepared_bwd)");
-  define(m,
-         "chunk_gla_apply_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
-         "Tensor? gv, Tensor? initial_state, float? scale, bool state_v_first, bool "
-         "batch_invariant, Tensor prepared, Tensor entering, Tensor prepared_bwd) -> (Tensor dq, "
-         "Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor dh0)");
-  define(m,
-         "chunk_gla_fold(Tensor summaries, Tensor? decays, Tensor? boundary, int size, SymInt "
-         "each, SymInt rows, SymInt H, SymInt K, SymInt V, bool key_gated, bool value_gated, bool "
-         "state_v_first, int[] places, int[] reach, int[] entered) -> (Tensor x, Tensor decays)");
+  define_without_gradient<kInstead>(
+      m,
+      "chunk_gla_summary(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? "
+      "initial_state, float? scale, bool state_v_first, bool batch_invariant, bool "
+      "for_backward, int prepared_bytes=0) -> (Tensor summary, Tensor prepared)");
+  define_without_gradient<kInstead>(
+      m,
+      "chunk_gla_apply(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, Tensor? "
+      "initial_state, float? scale, bool output_final_state, bool state_v_first, bool "
+      "batch_invariant, bool for_backward, Tensor prepared, int segments=0) -> (Tensor o, "
+      "Tensor final_state, Tensor entering)");
+  define_without_gradient<kInstead>(
+      m,
+      "chunk_gla_summary_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
+      "Tensor? gv, float? scale, bool state_v_first, bool batch_invariant, Tensor prepared, int "
+      "prepared_bytes=0) -> (Tensor state_grad, Tensor prepared_bwd)");
+  define_without_gradient<kInstead>(
+      m,
+      "chunk_gla_apply_bwd(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, "
+      "Tensor? gv, Tensor? initial_state, float? scale, bool state_v_first, bool "
+      "batch_invariant, Tensor prepared, Tensor entering, Tensor prepared_bwd) -> (Tensor dq, "
+      "Tensor dk, Tensor dv, Tensor dg, Tensor dgv, Tensor dh0)");
+  define_without_gradient<kInstead>(
+      m,
+      "chunk_gla_fold(Tensor summaries, Tensor? decays, Tensor? boundary, int size, SymInt "
+      "each, SymInt rows, SymInt H, SymInt K, SymInt V, bool key_gated, bool value_gated, bool "
+      "state_v_first, int[] places, int[] reach, int[] entered) -> (Tensor x, Tensor decays)");
   autocast_first<3, chunk_gla_summary>(m, "chunk_gla_summary");
   autocast_first<3, chunk_gla_apply>(m, "chunk_gla_apply");
 }
 
 TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
-  m.impl("chunk_gla_summary", summary_meta);
-  m.impl("chunk_gla_apply", apply_meta);
-  m.impl("chunk_gla_summary_bwd", summary_bwd_meta);
-  m.impl("chunk_gla_apply_bwd", apply_bwd_meta);
-  m.impl("chunk_gla_fold", halves::positional_fold<fold_meta>);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  without_gradient<kInstead>(m, {"chunk_gla_summary", "chunk_gla_apply", "chunk_gla_summary_bwd",
-                                 "chunk_gla_apply_bwd", "chunk_gla_fold"});
+  register_halves<summary_meta, apply_meta, summary_bwd_meta, apply_bwd_meta, fold_meta>(m);
 }
 
 }  // namespace gla_ext

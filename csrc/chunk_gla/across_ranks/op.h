@@ -2,13 +2,44 @@
 // work between them; and the fold between them, from tensors to what a backend's loop takes.
 #pragma once
 
+#include <torch/library.h>
+
 #include "chunk_gla/op.h"
 #include "dispatch/checker.h"
 #include "fold.h"
 
 namespace gla_ext {
 
-// Of chunk_gla_fold, as ops.h describes them.
+// The arguments, as ops.h describes them.
+struct SummaryArguments : ChunkInputs {
+  const OptionalTensor& initial_state;
+  std::optional<double> scale;
+  bool state_v_first, batch_invariant, for_backward;
+  int64_t prepared_bytes;
+};
+
+struct ApplyArguments : ChunkInputs {
+  const OptionalTensor& initial_state;
+  std::optional<double> scale;
+  bool output_final_state, state_v_first, batch_invariant, for_backward;
+  const at::Tensor& prepared;
+  int64_t segments;
+};
+
+struct SummaryBackwardArguments : ChunkOutputGrads, ChunkInputs {
+  std::optional<double> scale;
+  bool state_v_first, batch_invariant;
+  const at::Tensor& prepared;
+  int64_t prepared_bytes;
+};
+
+struct ApplyBackwardArguments : ChunkOutputGrads, ChunkInputs {
+  const OptionalTensor& initial_state;
+  std::optional<double> scale;
+  bool state_v_first, batch_invariant;
+  const at::Tensor &prepared, &entering, &prepared_bwd;
+};
+
 struct FoldArguments {
   const at::Tensor& summaries;
   const OptionalTensor &decays, &boundary;
@@ -22,36 +53,37 @@ struct FoldArguments {
   Sizes x_sizes() const;
 };
 
+// A half as the whole that it is checked as; where it is composed, it is a call of that.
+ForwardArguments whole(const SummaryArguments& a);
+ForwardArguments whole(const ApplyArguments& a);
+BackwardArguments whole(const SummaryBackwardArguments& a, const OptionalTensor& initial_state);
+BackwardArguments whole(const ApplyBackwardArguments& a);
+
 void check_chunk_gla_fold(const FoldArguments& a);
+
+// chunk_gla_fold as the dispatcher calls it: sizes by value.
+using FoldOperator = TwoTensors(const at::Tensor&, const OptionalTensor&, const OptionalTensor&,
+                                int64_t, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt,
+                                c10::SymInt, bool, bool, bool, at::IntArrayRef, at::IntArrayRef,
+                                at::IntArrayRef);
+
+// Registers the operators from a backend's kernels.
+template <auto summary, auto apply, auto summary_bwd, auto apply_bwd, auto fold>
+void register_halves(torch::Library& m) {
+  m.impl("chunk_gla_summary", by_arguments<chunk_gla_summary, summary>);
+  m.impl("chunk_gla_apply", by_arguments<chunk_gla_apply, apply>);
+  m.impl("chunk_gla_summary_bwd", by_arguments<chunk_gla_summary_bwd, summary_bwd>);
+  m.impl("chunk_gla_apply_bwd", by_arguments<chunk_gla_apply_bwd, apply_bwd>);
+  m.impl("chunk_gla_fold", by_arguments<static_cast<FoldOperator*>(nullptr), fold>);
+}
 
 namespace halves {
 
-// The sum of a gate over the tokens, [B, H, D], of H heads.
-at::Tensor sum_of_gates(const OptionalTensor& gate, const at::Tensor& q, const Shape& shape);
-
 // What follow leave `prepared` and `entering` of the given sizes unused.
-std::tuple<at::Tensor, at::Tensor> summary(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
-    const OptionalTensor& gv, const OptionalTensor& initial_state, std::optional<double> scale,
-    bool state_v_first, bool batch_invariant, bool for_backward, int64_t prepared_bytes);
-ForwardOutputs apply(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                     const OptionalTensor& g, const OptionalTensor& gv,
-                     const OptionalTensor& initial_state, std::optional<double> scale,
-                     bool output_final_state, bool state_v_first, bool batch_invariant,
-                     bool for_backward, const at::Tensor& prepared, int64_t segments);
-std::tuple<at::Tensor, at::Tensor> summary_bwd(const at::Tensor& d_o, const OptionalTensor& dht,
-                                               const at::Tensor& q, const at::Tensor& k,
-                                               const at::Tensor& v, const OptionalTensor& g,
-                                               const OptionalTensor& gv,
-                                               std::optional<double> scale, bool state_v_first,
-                                               bool batch_invariant, const at::Tensor& prepared,
-                                               int64_t prepared_bytes);
-BackwardOutputs apply_bwd(const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q,
-                          const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
-                          const OptionalTensor& gv, const OptionalTensor& initial_state,
-                          std::optional<double> scale, bool state_v_first, bool batch_invariant,
-                          const at::Tensor& prepared, const at::Tensor& entering,
-                          const at::Tensor& prepared_bwd);
+TwoTensors summary(const SummaryArguments& a);
+ForwardOutputs apply(const ApplyArguments& a);
+TwoTensors summary_bwd(const SummaryBackwardArguments& a);
+BackwardOutputs apply_bwd(const ApplyBackwardArguments& a);
 
 // A fold's tensors: inputs contiguous, outputs allocated.
 struct FoldTensors {
@@ -85,17 +117,6 @@ struct FoldTensors {
   at::Tensor summaries, decays, boundary;
   at::Tensor x, kept;
 };
-
-// chunk_gla_fold's arguments one by one, as a backend registers it.
-template <std::tuple<at::Tensor, at::Tensor> (*kernel)(const FoldArguments&)>
-std::tuple<at::Tensor, at::Tensor> positional_fold(
-    const at::Tensor& summaries, const OptionalTensor& decays, const OptionalTensor& boundary,
-    int64_t size, c10::SymInt each, c10::SymInt rows, c10::SymInt H, c10::SymInt K, c10::SymInt V,
-    bool key_gated, bool value_gated, bool state_v_first, at::IntArrayRef places,
-    at::IntArrayRef reach, at::IntArrayRef entered) {
-  return kernel({summaries, decays, boundary, size, each, rows, H, K, V, key_gated, value_gated,
-                 state_v_first, places, reach, entered});
-}
 
 }  // namespace halves
 }  // namespace gla_ext

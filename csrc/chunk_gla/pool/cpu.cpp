@@ -2,7 +2,6 @@
 // within the operator.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include "cpu/host/call.h"
 #include "cpu/host/pool_rows.h"
@@ -89,9 +88,6 @@ at::Tensor chunk_gla_on_pool_cpu(const PoolArguments& a) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gla_ext, CPU, m) {
-  m.impl("chunk_gla_", by_arguments<chunk_gla_, chunk_gla_on_pool_cpu>);
-  m.impl("chunk_gla_.out", by_arguments<chunk_gla_out, chunk_gla_on_pool_cpu>);
-}
+TORCH_LIBRARY_IMPL(gla_ext, CPU, m) { register_on_pool<chunk_gla_on_pool_cpu>(m); }
 
 }  // namespace gla_ext::cpu

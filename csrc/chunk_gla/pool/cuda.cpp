@@ -6,9 +6,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAException.h>
-#include <torch/library.h>
 
-#include "common/head_gates.h"
+#include "common/heads.h"
 #include "common/tensors.h"
 #include "cuda/host/call.h"
 #include "cuda/host/tensors.h"
@@ -84,37 +83,28 @@ void leave_short_sequences(Problem& p, at::Tensor& others) {
 }
 
 // Where the kernels write o: where the caller wants it, if that is as a fresh tensor is.
-at::Tensor o_of(Call& call, const PoolArguments& a, at::ScalarType dtype) {
+at::Tensor o_of(Call& call, const PoolArguments& a) {
   Problem& p = call.problem;
-  const bool is_like_fresh = a.out != nullptr && a.out->scalar_type() == dtype &&
+  const bool is_like_fresh = a.out != nullptr && a.out->scalar_type() == call.dtype &&
                              a.out->is_contiguous() && starts_aligned(a.out->const_data_ptr());
-  if (!is_like_fresh) return call.output(p.o, p.V, dtype);
+  if (!is_like_fresh) return call.output(p.o, p.V, call.dtype);
   p.o = cuda::rows_of(*a.out);
   return *a.out;
 }
 
 at::Tensor chunk_gla_on_pool_cuda(const PoolArguments& a) {
-  Shape shape = check_chunk_gla_on_pool(a);
+  const Shape shape = check_chunk_gla_on_pool(a);
   check_pool_layouts(a);
-  const bool in_fp32 =
-      shape.dtype != at::kDouble && becomes_fp32(dtype_of(shape.dtype), given(a.gv));
-  if (in_fp32) shape.dtype = at::kFloat;
-  Call call("chunk_gla_", shape, a.q, a.cu_seqlens, a.scale);
+  Call call("chunk_gla_", shape, a.q, a.cu_seqlens, a.scale, given(a.gv));
   Problem& p = call.problem;
-  p.tf32 |= in_fp32;
-  p.whole_scores = true;
-  p.state_v_first = a.state_v_first;
-  call.input(p.q, a.q, shape.dtype);
-  call.input(p.k, a.k, shape.dtype);
-  call.input(p.v, a.v, shape.dtype);
-  call.input_gates(a.g, a.gv);
+  call.inputs(a);
   std::vector<at::Tensor> held;
   p.pool = rows_of(a, held);
-  at::Tensor o = o_of(call, a, shape.dtype);
+  at::Tensor o = o_of(call, a);
   at::Tensor result = o;
   if (a.out != nullptr)
     result = *a.out;
-  else if (in_fp32)
+  else if (call.fp16_in_fp32)
     result = at::empty_like(o, o.options().dtype(at::kHalf));
   if (a.state.size(0) == 0) return result.zero_();  // no sequence has a row
   const PassPlan pass = call.plan(a.batch_invariant, /*for_backward=*/false).forward;
@@ -137,9 +127,6 @@ at::Tensor chunk_gla_on_pool_cuda(const PoolArguments& a) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
-  m.impl("chunk_gla_", by_arguments<chunk_gla_, chunk_gla_on_pool_cuda>);
-  m.impl("chunk_gla_.out", by_arguments<chunk_gla_out, chunk_gla_on_pool_cuda>);
-}
+TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) { register_on_pool<chunk_gla_on_pool_cuda>(m); }
 
 }  // namespace gla_ext::cuda

@@ -38,18 +38,6 @@ void chunk_gla_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
      batch_invariant, checkpoint_every, checkpoints, checkpoint_slots, checkpoint_cu_starts, out);
 }
 
-at::Tensor dispatch(const PoolArguments& a) {
-  if (a.out != nullptr) {
-    chunk_gla_out(a.q, a.k, a.v, a.g, a.gv, a.state, a.slots, a.write_slots, a.has_initial_state,
-                  a.cu_seqlens, a.scale, a.state_v_first, a.batch_invariant, a.checkpoint_every,
-                  a.checkpoints, a.checkpoint_slots, a.checkpoint_cu_starts, *a.out);
-    return *a.out;
-  }
-  return chunk_gla_(a.q, a.k, a.v, a.g, a.gv, a.state, a.slots, a.write_slots, a.has_initial_state,
-                    a.cu_seqlens, a.scale, a.state_v_first, a.batch_invariant, a.checkpoint_every,
-                    a.checkpoints, a.checkpoint_slots, a.checkpoint_cu_starts);
-}
-
 // What it takes.
 namespace {
 
@@ -93,10 +81,8 @@ void check_checkpoints(const Checker& check, const PoolArguments& a, const Shape
 }  // namespace
 
 Shape check_chunk_gla_on_pool(const PoolArguments& a) {
-  const OptionalTensor none;
-  const Shape shape =
-      check_chunk_inputs(kOp, {a.q, a.k, a.v, a.g, a.gv, none, a.cu_seqlens, a.scale, false,
-                               a.state_v_first, a.batch_invariant, 0});
+  const Shape shape = check_chunk_gla_fwd(
+      {a, kAbsent, a.cu_seqlens, a.scale, false, a.state_v_first, a.batch_invariant, 0}, kOp);
   const Checker check(kOp, "q", a.q);
   check.defined("state", a.state);
   const char* dims = a.state_v_first ? "[P, H, V, K]" : "[P, H, K, V]";
@@ -139,18 +125,7 @@ constexpr Refusal kChunks{"chunk_gla_",
                           "a pool of states has no gradient, call gla_ext.chunk_gla, or run it "
                           "under torch.no_grad()"};
 
-// chunk_gla_ writes to an optional tensor too.
-at::Tensor run_chunks_and_tell(const PoolArguments& a) {
-  at::Tensor o;
-  {
-    at::AutoDispatchBelowADInplaceOrView below;
-    o = dispatch(a);
-  }
-  tell_autograd(a.state);
-  if (given(a.checkpoints)) tell_autograd(*a.checkpoints);
-  if (a.out != nullptr) tell_autograd(*a.out);
-  return o;
-}
+constexpr size_t kCheckpoints = 14;  // among the arguments, and written to
 
 }  // namespace
 
@@ -164,22 +139,11 @@ TORCH_LIBRARY_FRAGMENT(gla_ext, m) {
       'c');
   autocast_first<3, chunk_gla_>(m, "chunk_gla_");
   autocast_first<3, chunk_gla_out>(m, "chunk_gla_.out");
+  in_place<chunk_gla_, kChunks, kCheckpoints>(m, "chunk_gla_");
+  in_place<chunk_gla_out, kChunks, kCheckpoints>(m, "chunk_gla_.out");
   refuse_vmap(m, {"chunk_gla_", "chunk_gla_.out"});
 }
 
-TORCH_LIBRARY_IMPL(gla_ext, Meta, m) {
-  m.impl("chunk_gla_", by_arguments<chunk_gla_, chunk_gla_on_pool_meta>);
-  m.impl("chunk_gla_.out", by_arguments<chunk_gla_out, chunk_gla_on_pool_meta>);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, Autograd, m) {
-  m.impl("chunk_gla_", InPlace<chunk_gla_>::refuse<kChunks>);
-  m.impl("chunk_gla_.out", InPlace<chunk_gla_out>::refuse<kChunks>);
-}
-
-TORCH_LIBRARY_IMPL(gla_ext, ADInplaceOrView, m) {
-  m.impl("chunk_gla_", by_arguments<chunk_gla_, run_chunks_and_tell>);
-  m.impl("chunk_gla_.out", by_arguments<chunk_gla_out, run_chunks_and_tell>);
-}
+TORCH_LIBRARY_IMPL(gla_ext, Meta, m) { register_on_pool<chunk_gla_on_pool_meta>(m); }
 
 }  // namespace gla_ext

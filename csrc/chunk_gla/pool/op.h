@@ -1,14 +1,14 @@
 // chunk_gla_, on a pool of states: its arguments by name, and what they are checked for.
 #pragma once
 
+#include <torch/library.h>
+
 #include "chunk_gla/op.h"
 
 namespace gla_ext {
 
 // As ops.h describes them.
-struct PoolArguments {
-  const at::Tensor &q, &k, &v;
-  const OptionalTensor &g, &gv;
+struct PoolArguments : ChunkInputs {
   at::Tensor& state;
   const OptionalTensor &slots, &write_slots, &has_initial_state, &cu_seqlens;
   std::optional<double> scale;
@@ -19,14 +19,18 @@ struct PoolArguments {
   Out out;  // [B, T, H, V], where o goes
 };
 
-// The operator, through the dispatcher.
-at::Tensor dispatch(const PoolArguments& a);
-
 constexpr int64_t kMostCheckpointTokens = int64_t{1} << 30;  // between two of a sequence
 
 Shape check_chunk_gla_on_pool(const PoolArguments& a);
 
 // For backends: the pool, the checkpoints and `out` are written where they lie.
 void check_pool_layouts(const PoolArguments& a);
+
+// Registers both forms of the operator from a backend's kernel.
+template <auto kernel>
+void register_on_pool(torch::Library& m) {
+  m.impl("chunk_gla_", by_arguments<chunk_gla_, kernel>);
+  m.impl("chunk_gla_.out", by_arguments<chunk_gla_out, kernel>);
+}
 
 }  // namespace gla_ext

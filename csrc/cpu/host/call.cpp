@@ -3,7 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include "common/head_gates.h"
+#include "common/heads.h"
 #include "dispatch/checker.h"
 #include "plan.h"
 #include "steps/op.h"
@@ -194,7 +194,7 @@ at::Tensor Call<T>::output_chunk_state_grads(const at::Tensor& like) {
 template <typename T>
 bool Call<T>::sweeps(bool backward) const {
   const auto& p = problem;
-  return make_plan({N, tokens, p.H, p.K, p.V, packed, backward}, available_threads()).mode ==
+  return make_plan({N, tokens, p.H, p.K, p.V, packed, backward}, at::get_num_threads()).mode ==
          Mode::kSweep;
 }
 

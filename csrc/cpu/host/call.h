@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
 
 #include <initializer_list>
 #include <vector>
@@ -77,6 +78,17 @@ extern template class Call<double>;
 // The Problem of a Call that a generic lambda takes; its Accumulate is T.
 template <class Call>
 using ProblemOf = std::decay_t<decltype(std::declval<Call>().problem)>;
+
+// The sum over the first dimension, in its order, whoever has made the parts.
+template <typename T>
+at::Tensor sum_of_parts(const at::Tensor& parts) {
+  at::Tensor sums = at::zeros(parts.sizes().slice(1), parts.options());
+  T* sum = sums.mutable_data_ptr<T>();
+  const T* part = parts.const_data_ptr<T>();
+  for (int64_t n = 0; n < parts.size(0); ++n)
+    for (int64_t i = 0; i < sums.numel(); ++i) sum[i] += *part++;
+  return sums;
+}
 
 // f(float{}), or for fp64 inputs f(double{}).
 template <typename F>

@@ -1,6 +1,5 @@
 #include "plan.h"
 
-#include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -47,7 +46,5 @@ Plan make_plan(const PlanInputs& in, int64_t threads) {
   plan.state_bytes = sweep ? 0 : chunks * in.H * matrix * each;
   return plan;
 }
-
-int64_t available_threads() { return at::get_num_threads(); }
 
 }  // namespace gla_ext::cpu

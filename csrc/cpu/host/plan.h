@@ -31,6 +31,4 @@ struct Plan {
 // same bits.
 Plan make_plan(const PlanInputs& in, int64_t threads);
 
-int64_t available_threads();
-
 }  // namespace gla_ext::cpu

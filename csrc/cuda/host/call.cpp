@@ -1,16 +1,13 @@
 #include "call.h"
 
 #include <ATen/Context.h>
-#include <ATen/cuda/CUDAContext.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAException.h>
 
 #include <algorithm>
 #include <array>
 #include <type_traits>
 
-#include "common/head_gates.h"
+#include "common/heads.h"
 #include "dispatch/checker.h"
 #include "launchers.h"
 #include "plan_inputs.h"
@@ -49,11 +46,8 @@ bool tf32_allowed() {
 }  // namespace
 
 Call::Call(const char* op, const Shape& shape, const at::Tensor& like,
-           const OptionalTensor& cu_seqlens, std::optional<double> scale)
-    : guard_(like.device()),
-      stream_(c10::cuda::getCurrentCUDAStream(like.device().index())),
-      options_(like.options()),
-      op_(op) {
+           const OptionalTensor& cu_seqlens, std::optional<double> scale, bool value_gated)
+    : Launch(like.device()), dtype(shape.dtype), options_(like.options()), op_(op) {
   check_supported(op, shape, like.device());
   check_token_stride(op, shape);
   Problem& p = problem;
@@ -69,12 +63,12 @@ Call::Call(const char* op, const Shape& shape, const at::Tensor& like,
   p.V = static_cast<int32_t>(shape.V.expect_int());
   p.scale = static_cast<float>(resolve_scale(scale, p.K));
   p.processors = multiprocessors_of(like.device());
-  p.dtype = dtype_of(shape.dtype);
+  fp16_in_fp32 = becomes_fp32(dtype_of(dtype), value_gated);
+  if (fp16_in_fp32) dtype = at::kFloat;
+  p.dtype = dtype_of(dtype);
   check_grid(op, p.grid, p.H, p.K, p.V);
-  p.tf32 = p.dtype == DType::kFloat && tf32_allowed();
+  p.tf32 = fp16_in_fp32 || (p.dtype == DType::kFloat && tf32_allowed());
 }
-
-const at::Tensor& Call::hold(at::Tensor t) { return held_.emplace_back(std::move(t)); }
 
 const at::Tensor& Call::contiguous(const at::Tensor& t) {
   if (!t.is_contiguous()) return hold(t.contiguous());
@@ -305,9 +299,9 @@ Rows Call::rows_in(char* part, int64_t last_dim, DType dtype) const {
 // Without gates b is one row of zeros, and every chunk is in tier 1.
 void Call::clear_decays() {
   const Problem& p = problem;
-  C10_CUDA_CHECK(cudaMemsetAsync(p.b.data, 0, p.K * sizeof(float), stream_));
+  C10_CUDA_CHECK(cudaMemsetAsync(p.b.data, 0, p.K * sizeof(float), stream()));
   const size_t flags = p.grid.B * p.grid.slots * p.H * kMaxTierBlocks;
-  C10_CUDA_CHECK(cudaMemsetAsync(p.tiers, 0, flags, stream_));
+  C10_CUDA_CHECK(cudaMemsetAsync(p.tiers, 0, flags, stream()));
 }
 
 void Call::run_step(std::initializer_list<Kernel> kernels, bool tiers) {
@@ -319,7 +313,7 @@ void Call::run_step(std::initializer_list<Kernel> kernels, bool tiers) {
 void Call::launch(const Recipe& kernels, int first, int end) const {
   for (const auto* entry = kernels.begin() + first; entry != kernels.begin() + end; ++entry) {
     const auto [kernel, side] = *entry;
-    cuda::launch(kernel, side == Side::kKeys ? problem : value_side, value_side, stream_);
+    cuda::launch(kernel, side == Side::kKeys ? problem : value_side, value_side, stream());
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 }

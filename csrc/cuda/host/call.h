@@ -2,25 +2,25 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <optional>
-#include <vector>
 
 #include "chunk_gla/op.h"
 #include "cuda/plan/plan.h"
+#include "launch.h"
 
 namespace gla_ext::cuda {
 
-// One call on the device and the current stream of its tensors. Holds the workspace and the copies
-// that some inputs need.
-class Call {
+// One call of chunk_gla's kernels. Holds the workspace too.
+class Call : Launch {
  public:
   // `like` is any of the inputs.
   Call(const char* op, const Shape& shape, const at::Tensor& like, const OptionalTensor& cu_seqlens,
-       std::optional<double> scale);
+       std::optional<double> scale, bool value_gated = false);
 
+  // Of q, k, v, do and the gradients: the inputs' but where gates on values ask for fp32.
+  at::ScalarType dtype;
+  bool fp16_in_fp32 = false;
   Problem problem;
   Problem value_side;  // with gates on values: the chunk seen from them, see launchers.h
   bool key_gated = false, value_gated = false;
@@ -33,6 +33,17 @@ class Call {
   // in `problem` as rows of one column, until `run` spreads it over the channels for kernels that
   // know no other.
   void input_gates(const OptionalTensor& g, const OptionalTensor& gv);
+  // All of these of an operator's arguments, and do in backward.
+  template <class Arguments>
+  void inputs(const Arguments& a, const at::Tensor* d_o = nullptr) {
+    problem.whole_scores = true;
+    problem.state_v_first = a.state_v_first;
+    input(problem.q, a.q, dtype);
+    input(problem.k, a.k, dtype);
+    input(problem.v, a.v, dtype);
+    if (d_o != nullptr) input(problem.d_o, *d_o, dtype);
+    input_gates(a.g, a.gv);
+  }
   // A state of every sequence; null where it is absent.
   const float* input_state(const OptionalTensor& t);
   void input_chunk_states(void*& states, DType& dtype, const at::Tensor& t);
@@ -44,6 +55,9 @@ class Call {
   // The same of one gate a head, [B, T, H, 1]; 0 elements too where it is not asked for.
   at::Tensor head_gate_grad(Rows& rows, const OptionalTensor& g);
   at::Tensor output_state(float*& state);
+  at::Tensor output_state_if(bool asked_for, float*& state) {
+    return asked_for ? output_state(state) : not_asked_for(at::kFloat);
+  }
   // Slots that no sequence needs are zero.
   at::Tensor output_chunk_states(void*& states, DType& dtype, at::ScalarType type);
   at::Tensor not_asked_for(at::ScalarType dtype) const;
@@ -68,7 +82,6 @@ class Call {
   void run_step(std::initializer_list<Kernel> kernels, bool tiers = false);
 
  private:
-  const at::Tensor& hold(at::Tensor t);
   const at::Tensor& contiguous(const at::Tensor& t);
   void allocate(const Workspace& workspace);
   void launch(const Recipe& kernels, int first, int end) const;
@@ -79,12 +92,9 @@ class Call {
   void spread_head_gate();
   Rows rows_in(char* part, int64_t last_dim, DType dtype) const;
 
-  c10::cuda::CUDAGuard guard_;
-  cudaStream_t stream_;
   at::TensorOptions options_;
   const char* op_;
   at::Tensor workspace_, offsets_;
-  std::vector<at::Tensor> held_;
   at::Tensor head_gate_;  // [B, T, HK], if gates are one a head
   bool aligns_inputs_ = false;
 };

@@ -32,6 +32,8 @@ class Launch {
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
+  c10::cuda::CUDAStream stream() const { return stream_; }
+
  private:
   c10::cuda::CUDAGuard guard_;
   c10::cuda::CUDAStream stream_;

@@ -11,7 +11,7 @@
 #include <string_view>
 
 #include "chunk_gla/for_backward.h"
-#include "common/head_gates.h"
+#include "common/heads.h"
 #include "cuda/sm90/sm90.h"
 #include "tensors.h"
 

@@ -1,5 +1,4 @@
-// One gate a head: g [B, T, HK] in place of [B, T, HK, K], the decay of all key channels alike.
-// Kernels that know channels alone read it spread over them, and its gradient is the sum of theirs.
+// What heads share, of k, v and the gates.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,9 +7,12 @@
 #include <cstdint>
 
 #include "common/shape.h"
+#include "ops.h"
 
 namespace gla_ext {
 
+// One gate a head: g [B, T, HK] in place of [B, T, HK, K], the decay of all key channels alike.
+// Kernels that know channels alone read it spread over them, and its gradient is the sum of theirs.
 inline bool is_head_gate(const at::Tensor& g) { return g.dim() == 3; }
 inline bool is_head_gate(const OptionalTensor& g) { return given(g) && is_head_gate(*g); }
 
@@ -33,6 +35,27 @@ inline at::Tensor sum_over_channels(const at::Tensor& dg, const OptionalTensor& 
   if (!is_head_gate(g)) return dg;
   // By its own dtype, lest autocast take another.
   return at::sum(dg, {3}, /*keepdim=*/false, dg.scalar_type()).to(g->scalar_type());
+}
+
+// Where k, v and the gates have HK heads, a divisor of H: G = H / HK heads of q share each of them,
+// head h number h / G. The kernels read it in place, and write gradients of H heads.
+//
+// [B, T, H, D] -> [B, T, HK, D], and [B, T, H] -> [B, T, HK], as autograd sums over repeats.
+inline at::Tensor sum_over_groups(const at::Tensor& dx, int64_t HK) {
+  if (dx.dim() == 1 || dx.size(2) == HK) return dx;  // 0 elements: the gradient of an absent gate
+  // By its own dtype, lest autocast take another.
+  return at::sum(dx.unflatten(2, {HK, dx.size(2) / HK}), {3}, /*keepdim=*/false, dx.scalar_type());
+}
+
+// dq, dk, dv, dg, dgv and dh0, dq and dh0 of H heads and the others of HK.
+inline BackwardOutputs with_shared_heads(const BackwardOutputs& of_every_head, int64_t HK) {
+  const auto& [dq, dk, dv, dg, dgv, dh0] = of_every_head;
+  return {dq,
+          sum_over_groups(dk, HK),
+          sum_over_groups(dv, HK),
+          sum_over_groups(dg, HK),
+          sum_over_groups(dgv, HK),
+          dh0};
 }
 
 }  // namespace gla_ext
