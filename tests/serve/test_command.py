@@ -1,18 +1,14 @@
-"""The server's command line: errors that a user can mend are a sentence, and --help tells all."""
+"""The server's command line: errors that a user can mend are a sentence."""
 
-import argparse
 import functools
 import json
 import re
 import shutil
 import socket
-import sys
 
 import pytest
 import torch
 from models import make_model
-from served import ENVIRONMENT
-from source_tree import run
 
 from gla_ext.model import GLAConfig, GLAForCausalLM
 from gla_ext.serve import command
@@ -131,28 +127,12 @@ def test_a_training_run_that_stopped(tmp_path, capsys):
     assert GLAForCausalLM.from_pretrained(out).config.vocab_size == 256
 
 
-def test_the_command_ends_without_a_traceback(tmp_path):
-    module = [sys.executable, "-m", "gla_ext.serve"]
-    result = run(*module, str(tmp_path), "--device", "cpu", **ENVIRONMENT)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("python -m gla_ext.serve: load_model: expected")
-    assert len(result.stderr.splitlines()) == 1
+@pytest.mark.parametrize("options", [[], ["--allow-refresh"]])
+def test_the_option_of_refresh(folder, monkeypatch, options):
+    from gla_ext.serve import http
 
-
-def test_help_tells_what_each_option_does():
-    """And that its default is the one shown."""
-    parser = command.command_line()
-    shown = " ".join(parser.format_help().split())
-    for action in parser._actions:
-        assert action.help and len(action.help.split()) >= 3, action.dest
-        if action.option_strings and not isinstance(action, argparse._HelpAction):
-            default = {False: "no", None: "its folder's"}.get(action.default, action.default)
-            assert action.help.endswith(f" (default: {default})"), action.dest
-            assert " ".join(action.help.split()) in shown
-
-
-def test_the_command_names_what_is_missing(folder):
-    code = "import sys; sys.modules['uvicorn'] = None; from gla_ext.serve.command import main"
-    result = run(sys.executable, "-c", f"{code}; main([{str(folder)!r}])", **ENVIRONMENT)
-    assert result.returncode == 1
-    assert "'pip install starlette uvicorn' brings it" in result.stderr
+    served = []
+    monkeypatch.setattr(http, "serve", lambda *args: served.append(args))
+    command.main([str(folder), "--device", "cpu", "--cache-bytes", "0", *options])
+    ((_, _, _, given, *_),) = served
+    assert given.allow_refresh == bool(options)
