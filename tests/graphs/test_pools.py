@@ -71,7 +71,9 @@ class Call:
 @by_name
 @by_out
 def test_written_in_place_by_one_operator(device, name, into):
-    """A layer of a pool of many, and of one row a part of a wider output."""
+    """A layer of a pool of many; and a part of a wider output where that is contiguous, as torch's
+    compiler wants it.
+    """
     call, plain, counts = Call(name, device), Call(name, device), []
     expected = plain.plain()
     pool = torch.stack([call.pool] * 3, 1)
