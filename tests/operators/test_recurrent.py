@@ -7,7 +7,7 @@ import torch
 from common import DTYPES, assert_close
 from recurrence import GATINGS, exact, make_recurrence, ours
 
-from gla_ext import fused_recurrent_gla
+from gla_ext import fused_recurrent_gla, fused_recurrent_simple_gla
 from gla_ext.selftest import tolerance
 
 ops = torch.ops.gla_ext
@@ -54,6 +54,11 @@ def test_old_name_of_the_layout():
             x.q, x.k, x.v, output_final_state=True, transpose_state_layout=True
         )
     assert state.shape == (2, 3, 28, 20)
+    with pytest.warns(DeprecationWarning, match="transpose_state_layout is the old name of state"):
+        _, same = fused_recurrent_simple_gla(
+            x.q, x.k, x.v, output_final_state=True, transpose_state_layout=True
+        )
+    assert_close(same, state, 1e-6)
     compiled = torch.compile(
         lambda q: fused_recurrent_gla(
             q, x.k, x.v, output_final_state=True, transpose_state_layout=True

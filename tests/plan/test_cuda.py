@@ -37,6 +37,9 @@ def test_cuda_steps_workspace(dtype, each, cumsums):
     forward = steps_plan(dtype=dtype)
     assert forward["state_bytes"] == states
     assert forward["workspace_bytes"] == cumsums * keys + scores + states + tiers
+    one, packed = steps_plan(dtype=dtype, B=1), steps_plan(dtype=dtype, B=1, N=8)
+    assert packed["state_bytes"] == (32 + 8) * 4 * 64 * 128 * each
+    assert packed["workspace_bytes"] > one["workspace_bytes"]
     backward = steps_plan(dtype=dtype, backward=True)
     assert backward["state_bytes"] == 2 * states
     # dS, and three gradients where their outputs are not fp32; dA takes the place of A.
