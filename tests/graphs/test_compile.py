@@ -43,7 +43,8 @@ def linear_forms(q, k, v, *_):
         functools.partial(fused_recurrent_linear_attn, normalize=True),
         *(chunk_retention, fused_recurrent_retention, chunk_linear_attn),
     ]
-    o = torch.stack([call(q, k.abs(), v)[0] for call in calls])
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k.abs(), v))
+    o = torch.stack([call(q.abs(), k, v)[0] for call in calls])
     return o, o[:0]
 
 

@@ -24,7 +24,7 @@ from gla_ext.selftest import tolerance
 pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
 
 
-ZEROS = ["under a chunk, gate 10.0", "over a chunk, gate reset"]  # gates are no matter to them
+ZEROS = ["under a chunk, gate 2.0", "over a chunk, gate reset"]  # gates are no matter to them
 ZEROS += ["over two chunks, gate 1.0", "packed, gate 1.0"]
 
 
