@@ -233,15 +233,6 @@ def exact_by_chunks(inputs: Inputs, scale: float | None = None) -> dict[str, Ten
     return {name: results[name] for name in names}
 
 
-def magnitudes(inputs: Inputs) -> dict[str, Tensor]:
-    """The sums of the absolute values of the terms of which every result is the sum.
-
-    What a result's rounding is to be compared with where there are so few numbers that all of them
-    may be nearly zero by chance.
-    """
-    return exact(dataclasses.replace(inputs.map(torch.abs), g=inputs.g))
-
-
 def assert_close(actual: Tensor, expected: Tensor, rtol: float, atol: float = 0.0, name: str = ""):
     """Same shape, NaN in the same places, and RMS(error) <= rtol * RMS(expected) + atol."""
     assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, not {expected.shape}"
