@@ -34,7 +34,17 @@ LAYERS = {
     "plain": {"num_heads": 4, "hidden_size": 24},
     "every option": EVERY | {"hidden_size": 24},
     "unfused norm": {"num_heads": 4, "hidden_size": 24, "fuse_norm": False},
+    "no output gate": {"num_heads": 4, "hidden_size": 24, "use_output_gate": False},
+    "recurrent": {"num_heads": 4, "hidden_size": 24, "mode": "fused_recurrent"},
 }
+
+
+def masked_and_packed(module, x):
+    mask = torch.ones(x.shape[:2], dtype=torch.long)
+    mask[1, 40:] = 0
+    with torch.no_grad():
+        packed = module.eval()(x[:1], cu_seqlens=torch.tensor([0, 5, 70]))[0]
+        return module(x, mask)[0], packed
 
 
 def run_layer(group, options):
@@ -47,7 +57,7 @@ def run_layer(group, options):
     assert [name for name, _ in module.named_parameters()] == names
     for name, p in module.named_parameters():
         assert torch.equal(p.full_tensor(), whole[name]), name
-    return o.detach(), x.grad, gradients(module)
+    return o.detach(), x.grad, gradients(module), masked_and_packed(module, x)
 
 
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
@@ -55,8 +65,10 @@ def test_layer(pool, options):
     layer, x = make_layer(**options), make_x().requires_grad_()
     o = layer(x)[0]
     o.square().sum().backward()
-    for found, dx, grads in pool(run_layer, options, ranks=2):
-        assert_close(found, o, 1e-12)
+    others = masked_and_packed(layer, x)
+    for found, dx, grads, of_others in pool(run_layer, options, ranks=2):
+        for one, expected in zip((found, *of_others), (o, *others), strict=True):
+            assert_close(one, expected, 1e-12)
         assert_close(dx, x.grad, 1e-12)
         for name, parameter in layer.named_parameters():
             assert_close(grads[name], parameter.grad, 1e-11, name=name)
