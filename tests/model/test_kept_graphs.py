@@ -6,7 +6,6 @@ Python would do otherwise by now.
 
 import copy
 import threading
-import types
 
 import pytest
 import torch
@@ -16,38 +15,15 @@ from torch import nn
 from gla_ext.decode import Decoder, _capture
 from gla_ext.decode import decoder as decode
 from gla_ext.decode._loop import DecodeLoop
-from gla_ext.model import GLAMLP
 
 PROMPTS = [make_ids(B=1, T=T, seed=T)[0] for T in (5, 1, 70)]
 
 
-class Lora(nn.Module):
-    """A linear map with adapters, as peft has them."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-        self.a = nn.Linear(base.in_features, 2, bias=False)
-        self.b = nn.Linear(2, base.out_features, bias=False)
-        self.scaling = {"default": 2.0}
-        self.active_adapters = ["default"]
-        self.disabled = False
-
-    def forward(self, x):
-        y = self.base(x)
-        if self.disabled:
-            return y
-        return y + sum(self.b(self.a(x)) * self.scaling[name] for name in self.active_adapters)
-
-
 class Copied:
-    """In the place of a graph: the model as it was, with the forward that a class had."""
+    """In the place of a graph: the model as it was."""
 
     def __init__(self, loop, model):
         self.loop, self.model = loop, copy.deepcopy(model)
-        for module in self.model.modules():
-            if type(module) is GLAMLP and "forward" not in vars(module):
-                module.forward = types.MethodType(GLAMLP.forward, module)
 
     def replay(self):
         self.loop.advance(self.model)
@@ -87,10 +63,7 @@ def captures(device, monkeypatch):
 
 def make(device):
     torch.manual_seed(0)
-    model = make_model(hidden_size=32, feature_map="relu").to(device)
-    for block in model.model.layers:
-        block.attn.v_proj = Lora(block.attn.v_proj).to(device)
-    return model
+    return make_model(hidden_size=32, feature_map="relu").to(device)
 
 
 def generate(model, **options):
@@ -102,33 +75,13 @@ def with_closure(scale):
     return lambda x: x * scale[0]
 
 
-def plain_forward(x):
-    return x * 0.5
-
-
-def method_forward(self, x):
-    return self.down_proj(self.up_proj(x))
-
-
 def negated(module, args, output):
     return -output
 
 
+# A change that a key shows; test_graph_key.py has what a key shows.
 CHANGES = {
-    "adapter off": lambda m: setattr(m.model.layers[0].attn.v_proj, "disabled", True),
-    "adapters": lambda m: m.model.layers[0].attn.v_proj.active_adapters.clear(),
-    "rescaled": lambda m: m.model.layers[0].attn.v_proj.scaling.update(default=-20.0),
-    "clamp_min": lambda m: setattr(m.model.layers[0].attn, "clamp_min", -1e-3),
-    "normalizer": lambda m: setattr(m.model.layers[0].attn, "gate_logit_normalizer", 0.1),
-    "activation": lambda m: setattr(m.model.layers[0].attn, "feature_map_fn", torch.sigmoid),
-    "gate": lambda m: setattr(m.model.layers[0].attn.norm, "activation", "relu"),
-    "eps": lambda m: setattr(m.model.layers[0].attn_norm, "eps", 100.0),
-    "forward": lambda m: setattr(m.model.layers[1].mlp, "forward", plain_forward),
-    "method": lambda m: setattr(
-        m.model.layers[1].mlp, "forward", types.MethodType(method_forward, m.model.layers[1].mlp)
-    ),
     "hook": lambda m: m.model.layers[0].register_forward_hook(negated),
-    "module": lambda m: setattr(m.model.layers[0], "mlp_norm", nn.Identity()),
     "weights": lambda m: setattr(m.lm_head, "weight", nn.Parameter(m.lm_head.weight.flip(0))),
 }
 
@@ -151,37 +104,6 @@ def test_a_kept_graph_is_that_of_the_model_now(device, captures, change):
     assert len(captures) == 1
     change(model)
     assert_follows(model, before, captures)
-
-
-def test_the_forward_of_a_class(device, captures, monkeypatch):
-    model = make(device)
-    before = generate(model)
-    monkeypatch.setattr(GLAMLP, "forward", method_forward)
-    assert_follows(model, before, captures)
-
-
-def test_adapters_of_peft(device, captures):
-    peft = pytest.importorskip("peft")
-    model = make_model(hidden_size=32).to(device)
-    config = peft.LoraConfig(target_modules=["o_proj", "up_proj"], init_lora_weights=False)
-    model = peft.inject_adapter_in_model(config, model)
-    layers = [m for m in model.modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)]
-    assert len(layers) == 4
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.fill_(0.3)
-    before = generate(model)
-    assert generate(model) == before
-    assert len(captures) == 1
-    for layer in layers:
-        layer.set_scale("default", -3.0)
-    assert_follows(model, before, captures)
-    scaled = generate(model)
-    del captures[0]
-    for layer in layers:
-        layer.enable_adapters(False)
-    assert_follows(model, scaled, captures)
 
 
 def drawn(decoder):
