@@ -31,15 +31,17 @@ def gradients(module):
     return {name: p.grad.full_tensor() for name, p in parameters if p.grad is not None}
 
 
-def outputs_of(module, x, **options):
-    o = module(x, **options)[0]
-    o.square().sum().backward()
-    return {"o": o.detach()} | ({} if x.grad is None else {"dx": x.grad})
-
-
 def layer(options, group):
+    """Of rows, of rows of which one ends early, and of packed sequences."""
     module = made(group, make_layer(**{"num_heads": 4, "hidden_size": 24} | options))
-    return outputs_of(module, make_x().requires_grad_()), module
+    x, mask = make_x().requires_grad_(), torch.ones(2, 70, dtype=torch.long)
+    o = module(x)[0]
+    o.square().sum().backward()
+    mask[1, 40:] = 0
+    with torch.no_grad():
+        packed = module.eval()(x[:1], cu_seqlens=torch.tensor([0, 5, 70]))[0]
+        masked = module(x, mask)[0]
+    return {"o": o.detach(), "dx": x.grad, "masked": masked, "packed": packed}, module
 
 
 def attention(options, group):
@@ -116,6 +118,8 @@ CASES = {
     "a layer": (layer, {}),
     "every option": (layer, EVERY),
     "unfused norm": (layer, {"fuse_norm": False}),
+    "no output gate": (layer, {"use_output_gate": False}),
+    "recurrent": (layer, {"mode": "fused_recurrent"}),
     "attention": (attention, {}),
     "attention of shared heads": (
         attention, {"num_kv_heads": 2, "qkv_bias": True, "window_size": 9}

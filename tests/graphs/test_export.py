@@ -134,6 +134,10 @@ def test_norm(table, activation):
     op = OPS.rms_norm_gate_fwd.default
     for args in ((weight, gate), (None, gate), (weight, None), (None, None)):
         assert_decomposes(table, op, x, *args, activation, 1e-5)
+    o, map_weight = draw(2, 3, 3, 8), draw(5, 24)
+    for w in (weight, None):
+        args = (o, draw(2, 3, 24), map_weight, w, activation, 1e-5)
+        assert_decomposes(table, OPS.norm_gate_linear.default, *args)
 
 
 def test_swiglu(table):

@@ -15,11 +15,13 @@ may over other shapes. Such results are compared by `assert_close`.
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -288,6 +290,11 @@ def _result_dtype(name: str, inputs: Inputs) -> torch.dtype:
         return inputs.g.dtype
     state = torch.promote_types(inputs.q.dtype, torch.float32)
     return state if name in ("final_state", "dh0") else inputs.q.dtype
+
+
+def raises(error: type[Exception], sentence: str):
+    """That the body raises `error` with a message that begins so."""
+    return pytest.raises(error, match="^" + re.escape(sentence))
 
 
 def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]):

@@ -192,6 +192,7 @@ def test_a_file_is_the_old_or_the_new_one(tmp_path, monkeypatch):
         lambda: write_text(file, "text"),
         lambda: model.config.save(file),
         lambda: plot_losses(file, run, {}),
+        lambda: write_tensors(file, {"x": torch.ones(3)}, {"step": 1}),
     ):
         file.write_text("old")
         with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
