@@ -55,21 +55,20 @@ def use(folder: str) -> None:
 def measure(folder: str, shapes: list[str], gates: float) -> Times:
     """In the process of a build."""
     use(folder)
-    import bench_cuda as bench
     import torch
     from shared import gate
-    from shared.timing import cold
+    from shared import operator as bench
+    from shared.bench_cases import Case
 
-    import gla_ext
+    from gla_ext import chunk_gla
 
     times = {}
     for name in shapes:
-        shape = bench.parse_shape(name)
-        if wrong := gate.check(shape, 1 / gates):
+        x = Case(*bench.parse_shape(name), n=gates).draw()
+        if wrong := gate.check_inputs(x, name):
             raise SystemExit("\n".join(wrong))
-        x = bench.draw(shape, 1 / gates)
-        runs = {way: bench.call(gla_ext.chunk_gla, x, way) for way in (False, True)}
-        times[name] = tuple(timing.median for timing in cold(runs).values())
+        runs = bench.time_both_ways(lambda backward, x=x: {"": bench.call(chunk_gla, x, backward)})
+        times[name] = tuple(run[""].median for run in runs.values())
         torch.cuda.empty_cache()
     return times
 

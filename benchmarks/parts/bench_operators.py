@@ -9,8 +9,8 @@ from collections.abc import Callable
 import bench_fla
 import torch
 import torch.nn.functional as F
-from bench_cuda import MODES
 from shared.gate import require_close
+from shared.operator import MODES
 from shared.timing import Timing, cold
 from torch import Tensor
 
