@@ -20,6 +20,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from pages.tables import table
+
 Times = dict[str, tuple[float, float]]  # ms by shape, forward and both ways
 
 
@@ -89,23 +91,16 @@ def page(rounds: dict[str, list[Times]]) -> list[str]:
     first, *_ = rounds
     lines = []
     for shape in rounds[first][0]:
-        lines += [
-            "",
-            f"## {shape}",
-            "",
-            "| build | of the first | ms in each round |",
-            "|---|--:|---|",
-        ]
         medians = {
             name: [statistics.median(times[shape][way] for times in own) for way in range(2)]
             for name, own in rounds.items()
         }
+        rows = {}
         for name, own in rounds.items():
-            ratio = " / ".join(
-                f"{a / b:.3f}" for a, b in zip(medians[name], medians[first], strict=True)
-            )
+            ratios = (a / b for a, b in zip(medians[name], medians[first], strict=True))
             cells = (" / ".join(f"{ms:.4f}" for ms in times[shape]) for times in own)
-            lines.append(f"| {name} | {ratio} | {', '.join(cells)} |")
+            rows[name] = [" / ".join(f"{ratio:.3f}" for ratio in ratios), ", ".join(cells)]
+        lines += table(shape, "", ["of the first", "ms in each round"], rows)
     return lines
 
 

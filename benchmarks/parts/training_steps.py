@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import torch
 from parts.training_rows import SIZES, Row
@@ -70,20 +69,14 @@ def build(row: Row, layers: int | None = None, dtype: torch.dtype | None = None)
 def loss_of(model: nn.Module, row: Row) -> Callable[[Tensor], Tensor]:
     """The loss of tokens; compiled as the row says, in whole graphs."""
     compiled = {"fullgraph": True, "dynamic": False}
-    if row.model == "Transformer++":
-        options = {"fused": row.loss == "ours", "checkpointing": row.checkpointing}
-        function = partial(model.training_loss, **options)
-        if row.compiled == "model":
-            function = torch.compile(function, **compiled)
-        elif row.compiled == "blocks":
-            for block in model.layers:
-                block.over_all = torch.compile(block.over_all, **compiled)
-        return function
+    transformer = row.model == "Transformer++"
     if row.compiled == "blocks":
-        for block in model.model.layers:
+        for block in model.layers if transformer else model.model.layers:
             block.compile(**compiled)
 
     def loss(tokens: Tensor) -> Tensor:
+        if transformer:
+            return model.training_loss(tokens, row.loss == "ours", row.checkpointing)
         return model(input_ids=tokens, labels=tokens).loss
 
     # With the loss in the graph: logits that it returned would get a gradient, of zeros, that
