@@ -24,6 +24,7 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 import torch
 import torch.distributed as dist
 from pages.scale_page import draw
+from pages.tables import table
 from parts import one_alone
 from parts.check_across_ranks import check
 from parts.ranks_on_paper import fold_call, gather_time, latency_and_bandwidth
@@ -255,17 +256,14 @@ ROWS = {
 
 def write_page(bench: Bench, path: Path) -> None:
     device = torch.cuda.get_device_name() if bench.cuda else "CPU"
-    lines = [
-        f"# {bench.size} GPUs beside one ({device}, torch {torch.__version__})",
-        "",
+    lines = table(
+        f"{bench.size} GPUs beside one ({device}, torch {torch.__version__})",
         f"`python -m torch.distributed.run --standalone --nproc-per-node {bench.size} "
         "benchmarks/bench_scale.py --markdown PAGE`",
-        "",
-        "| | asked | found |",
-        "|---|--:|---|",
-        *(f"| {name} | {asked} | {found} |" for name, asked, found in bench.rows),
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        ["asked", "found"],
+        {name: cells for name, *cells in bench.rows},
+    )
+    path.write_text("\n".join(lines[1:]) + "\n", encoding="utf-8")
 
 
 def main() -> int:
