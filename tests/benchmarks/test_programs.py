@@ -11,7 +11,7 @@ import pytest
 import torch
 from shared import gate
 
-PROGRAMS = ["check_gpu", "bench_cuda", "bench_fla", "bench_training", "bench_decode", "bench_serve"]
+PROGRAMS = ["check_gpu", "bench_fla", "bench_training", "bench_decode", "bench_serve"]
 PROGRAMS += ["bench_scale", "bench_cpu", "bench_builds", "stress_serve", "freeze"]
 
 
