@@ -9,11 +9,11 @@ from common import (
     PACKED_LENGTHS,
     Inputs,
     assert_same_bits,
-    make_inputs,
     outputs_and_gradients,
 )
 from cuda_tools import peak_bytes
-from fused import plan_of
+from fused import draw, facts_of, for_this_gpu
+from kept import CASES, PAIRED, SWEPT
 from large import large_inputs
 from recurrence import (
     GATINGS,
@@ -40,8 +40,7 @@ by_dtype = pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
 by_packing = pytest.mark.parametrize("lengths", [None, PACKED_LENGTHS], ids=["batch", "packed"])
 by_heads = pytest.mark.parametrize("H, HK", [(4, 2), (6, 2), (3, 1), (14, 2)])
 by_gating = pytest.mark.parametrize("gating", GATINGS)
-# K and V of each kernel of the fused path: 64, 128 and 256 keys, and some that fill no tile.
-FUSED = [(64, 64), (64, 128), (40, 72), (128, 256), (96, 136), (256, 512)]
+CLOSE = {chunked: assert_chunked_close, ours: assert_results_close}
 
 
 def inputs(H, HK, K, V, lengths=None, **options):
@@ -54,41 +53,18 @@ def inputs(H, HK, K, V, lengths=None, **options):
 @by_packing
 @by_gating
 @by_dtype
-def test_chunk_gla(dtype, gating, lengths, H, HK, head):
+@pytest.mark.parametrize("operator", CLOSE)
+def test_bits_of_repeats(operator, dtype, gating, lengths, H, HK, head):
     x = inputs(H, HK, *head, lengths, gating=gating, dtype=dtype)
-    assert_same_bits(chunked(x), chunked(x, repeat=True))
-
-
-@pytest.mark.usefixtures("nan_in_fresh_memory")
-@by_heads
-@by_packing
-@by_gating
-@by_dtype
-def test_recurrent(dtype, gating, lengths, H, HK):
-    x = inputs(H, HK, 20, 28, lengths, gating=gating, dtype=dtype)
-    assert_same_bits(ours(x), ours(x, repeat=True))
+    assert_same_bits(operator(x), operator(x, repeat=True))
 
 
 @pytest.mark.sanitizer
 @by_dtype
-@pytest.mark.parametrize("operator", [chunked, ours], ids=["chunk", "recurrent"])
+@pytest.mark.parametrize("operator", CLOSE)
 def test_the_truth(operator, dtype):
     x = inputs(6, 2, 24, 40, dtype=dtype)
-    close = assert_chunked_close if operator is chunked else assert_results_close
-    close(operator(x), exact(x), x)
-
-
-@pytest.mark.usefixtures("hopper")
-@by_packing
-@pytest.mark.parametrize("gate", [0.1, "reset"])
-@pytest.mark.parametrize("K, V", FUSED)
-def test_every_kernel_of_the_fused_path(K, V, gate, lengths, monkeypatch):
-    """Chunks in tier 1 and outside it; `reset` has all that is made for the latter at work."""
-    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "fused")
-    x = inputs(6, 3, K, V, lengths, gating="gk", gate=gate, dtype=torch.bfloat16)
-    results = chunked(x)
-    assert_same_bits(results, chunked(x, repeat=True))
-    assert_chunked_close(results, exact(x), x)
+    CLOSE[operator](operator(x), exact(x), x)
 
 
 @by_dtype
@@ -121,15 +97,65 @@ def shared(x: Inputs, HK: int) -> Inputs:
 
 
 def forward(x: Inputs, repeat: bool):
-    k, v, g = (t.repeat_interleave(2, 2) if repeat else t for t in (x.k, x.v, x.g))
-    return chunk_gla(x.q, k, v, g, output_final_state=True)
+    k, v, g = x.k, x.v, x.g
+    if repeat:
+        k, v, g = (t.repeat_interleave(x.q.shape[2] // t.shape[2], 2) for t in (k, v, g))
+    return chunk_gla(
+        *(x.q, k, v, g), initial_state=x.initial_state, output_final_state=True,
+        cu_seqlens=x.cu_seqlens,
+    )  # fmt: skip
 
 
 def results(x: Inputs, repeat: bool):
     def function(q, k, v, g, initial_state):
-        return forward(dataclasses.replace(x, q=q, k=k, v=v, g=g), repeat)
+        return forward(Inputs(q, k, v, g, x.do, initial_state, x.dht, x.cu_seqlens), repeat)
 
     return outputs_and_gradients(function, x)
+
+
+# K and V of each kernel of the fused path: 64, 128 and 256 keys, and some that fill no tile.
+FUSED = [(64, 64), (64, 128), (40, 72), (128, 256), (96, 136), (256, 512)]
+WAYS = {  # B, T, H, K, V; heads of k; gates; lengths
+    **{
+        f"{K}, {V}, {gate}, {'packed' if lengths else 'batch'}": (
+            *((1 if lengths else 2, 165 if lengths else 130, 6, K, V), 3, gate, lengths),
+        )
+        for K, V in FUSED
+        for gate in (0.1, "reset")
+        for lengths in (None, PACKED_LENGTHS)
+    },
+    **{
+        f"segments, {K}, {V}": ((1, 4101, H, K, V), H // 2, 1 / 64, None)
+        for H, K, V in ((4, 64, 64), (4, 128, 256), (2, 256, 512))
+    },
+    **{
+        f"swept, {V}, {HK} of 4": ((B, 130, 4, K, V), HK, 0.1, None)
+        for B, K, V in ((16, 128, 256), (50, 64, 64))
+        for HK in (1, 2)
+    },
+    **{
+        name: (sizes, sizes[2] // 2, 0.1, None)
+        for name, (sizes, *_) in (PAIRED | SWEPT | {"kept segments": CASES["segments"]}).items()
+    },
+}
+
+
+@pytest.mark.usefixtures("hopper", "operands", "nan_in_fresh_memory")
+@pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes, HK, gate, lengths", WAYS.values(), ids=WAYS)
+def test_bits_of_repeats_on_the_fused_path(sizes, HK, gate, lengths, gate_dtype):
+    """Chunks in tier 1 and outside it; segments, which nothing is cut into in the mode."""
+    B, *rest = sizes
+    x = shared(draw(for_this_gpu(B) if B > 2 else B, *rest, gate, gate_dtype, lengths), HK)
+    facts = facts_of(x)
+    assert "fused" in facts
+    found = results(x, False)
+    assert_same_bits(found, results(x, True))
+    if rest[0] == 4101:
+        assert "backward in segments" in facts
+        with batch_invariant():
+            assert "backward whole" in facts_of(x, batch_invariant=True)
+            assert_same_bits(results(x, False), results(x, True))
 
 
 @pytest.mark.usefixtures("path")
@@ -146,19 +172,6 @@ def test_bits_and_memory_at_full_load(shape):
     # Backward has the sums of dk, dv and dg in their place.
     shared_peak, repeated_peak = (peak_bytes(lambda r=r: results(x, r)) for r in (False, True))
     assert shared_peak <= repeated_peak - repeats // 2
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("H, K, V", [(4, 64, 64), (4, 128, 256), (2, 256, 512)])
-@pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_segments(gate_dtype, invariant, H, K, V):
-    x = make_inputs(1, 4101, H, K, V, torch.bfloat16, 1 / 64, gate_dtype, device="cuda")
-    x = shared(x, H // 2)
-    assert plan_of(x)["path"] == "fused"
-    assert (plan_of(x, batch_invariant=invariant)["segments"] > 0) != invariant
-    with batch_invariant(invariant):
-        assert_same_bits(results(x, False), results(x, True))
 
 
 def test_more_heads_than_the_reciprocal_is_exact_for():

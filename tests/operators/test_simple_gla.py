@@ -16,6 +16,7 @@ from common import (
     exact,
     relayout,
 )
+from recurrence import assert_verified
 from simple_inputs import make_simple, recurrent, simple, spread
 
 import gla_ext
@@ -36,16 +37,17 @@ by_packing = pytest.mark.parametrize("lengths", [None, PACKED_LENGTHS], ids=["ba
 by_operator = pytest.mark.parametrize("operator", [simple, recurrent], ids=["chunk", "recurrent"])
 
 
-def inputs(H=3, HK=None, T=130, K=20, V=28, lengths=None, **options):
+def inputs(H=3, HK=None, T=130, head=(20, 28), lengths=None, **options):
     B, T = (2, T) if lengths is None else (1, 165)
-    return make_simple(B, T, H, K, V, HK=HK, lengths=lengths, **options)
+    return make_simple(B, T, H, *head, HK=HK, lengths=lengths, **options)
 
 
 @by_operator
 @by_dtype
 @by_gate
-def test_the_truth(operator, dtype, gate):
-    x = inputs(T=70, dtype=dtype, gate=gate)
+@pytest.mark.usefixtures("path")
+def test_the_truth(device, head, operator, dtype, gate):
+    x = inputs(T=70, head=head, dtype=dtype, gate=gate, device=device)
     results = operator(x)
     assert results["dg"].shape == x.g.shape
     assert_results_close(results, exact(x), x)
@@ -53,8 +55,11 @@ def test_the_truth(operator, dtype, gate):
 
 @by_operator
 @by_dtype
-def test_packed(operator, dtype):
-    x = inputs(dtype=dtype, lengths=PACKED_LENGTHS)
+@pytest.mark.parametrize("gate", [1.0, "reset"])
+@pytest.mark.usefixtures("path")
+def test_packed(device, head, operator, dtype, gate):
+    options = {"dtype": dtype, "lengths": PACKED_LENGTHS, "device": device}
+    x = inputs(head=head, gate=gate, **options)
     assert_results_close(operator(x), exact(x), x)
 
 
@@ -68,8 +73,8 @@ def test_lengths(operator, T):
 @by_operator
 @pytest.mark.parametrize("H, HK", [(4, 2), (3, 1)])
 @by_packing
-def test_shared_heads(operator, H, HK, lengths):
-    x = inputs(H, HK, lengths=lengths)
+def test_shared_heads(device, operator, H, HK, lengths):
+    x = inputs(H, HK, lengths=lengths, device=device)
     assert_results_close(operator(x), exact(x), x)
 
 
@@ -84,9 +89,9 @@ def test_layouts(operator, layout):
 @by_operator
 @pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_gate_dtypes(operator, dtype, gate_dtype):
+def test_gate_dtypes(device, head, operator, dtype, gate_dtype):
     """dg is summed over the key channels before it is rounded."""
-    x = inputs(dtype=dtype, gate_dtype=gate_dtype)
+    x = inputs(head=head, dtype=dtype, gate_dtype=gate_dtype, device=device)
     results = operator(x)
     assert results["dg"].dtype == gate_dtype
     assert_results_close(results, exact(x), x)
@@ -129,7 +134,7 @@ def test_a_last_dimension_of_one(operator):
 
 def test_one_channel():
     """Of one key channel [B, T, HK, 1] is the gate of a channel, and of a head, alike."""
-    x = inputs(K=1)
+    x = inputs(head=(1, 28))
     o, _ = chunk_gla(x.q, x.k, x.v, x.g[..., None])
     assert_close(o, chunk_gla(x.q, x.k, x.v, x.g)[0], 1e-6)
 
@@ -137,8 +142,8 @@ def test_one_channel():
 @by_operator
 @by_dtype
 @pytest.mark.parametrize("gate", [1.0, 10.0, "reset"])
-def test_as_spread_over_channels(operator, dtype, gate):
-    x = inputs(gate=gate, dtype=dtype)
+def test_as_spread_over_channels(device, operator, dtype, gate):
+    x = inputs(gate=gate, dtype=dtype, device=device)
     results, wide = operator(x), operator_of_channels(operator, spread(x))
     wide["dg"] = wide["dg"].double().sum(-1)
     assert_results_close(results, {n: t.double() for n, t in wide.items()}, x)
@@ -176,9 +181,9 @@ def test_no_decay(operator):
     assert_close(o, exact(x)["o"], 1e-6)
 
 
-def test_resets_are_exact():
+def test_resets_are_exact(device, head):
     """Nothing before a reset is seen, and its own gradient is 0."""
-    x = inputs(gate="reset", dtype=torch.bfloat16)
+    x = inputs(gate="reset", head=head, dtype=torch.bfloat16, device=device)
     results = simple(x)
     assert (results["dg"][x.g == -torch.inf] == 0).all()
     g = x.g.clone()
@@ -195,7 +200,8 @@ def test_resets_are_exact():
 @pytest.mark.parametrize("strength", [1.0, 6.0, 12.0, 30.0])
 def test_gradient_of_gates_that_are_all_alike(operator, strength, dtype):
     """Decays of every token from e^-1 to e^-30: dg is what is left of much larger terms."""
-    x = inputs(T=260, K=64, V=64, H=1, dtype=dtype, states=False, gate_dtype=torch.float32)
+    options = {"dtype": dtype, "states": False, "gate_dtype": torch.float32}
+    x = inputs(T=260, head=(64, 64), H=1, **options)
     x = dataclasses.replace(x, g=torch.full_like(x.g, -strength))
     assert_results_close(operator(x), exact(x), x)
 
@@ -215,7 +221,7 @@ def test_same_bits_in_a_batch_and_packed():
 
 
 def test_gradcheck():
-    x = inputs(H=2, T=66, K=3, V=2, dtype=torch.float64, states=True)
+    x = inputs(H=2, T=66, head=(3, 2), dtype=torch.float64, states=True)
     for operator in (chunk_simple_gla, fused_recurrent_simple_gla):
 
         def function(q, k, v, g, h0, operator=operator):
@@ -225,19 +231,20 @@ def test_gradcheck():
         assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_decoding_on_a_pool(dtype):
+@by_dtype
+@pytest.mark.parametrize("T", [1, 5])
+def test_decoding_on_a_pool(device, dtype, T):
     """Steps, verification and commits with one gate a head are those with it spread."""
-    x = inputs(T=5, HK=1, dtype=dtype)
+    x = inputs(T=T, HK=1, dtype=dtype, device=device)
     wide = spread(x)
-    pool, slots = torch.zeros(4, 3, 20, 28, dtype=x.initial_state.dtype), torch.tensor([2, 0])
-    pools = [pool.clone() for _ in range(3)]
+    pool = torch.ones(4, 3, 20, 28, dtype=x.initial_state.dtype, device=device)
+    pools, slots = [pool.clone() for _ in range(3)], torch.tensor([2, 0], device=device)
     o = recurrent_gla_step_(x.q, x.k, x.v, x.g, state=pools[0], slots=slots)
     expected = recurrent_gla_step_(wide.q, wide.k, wide.v, wide.g, state=pools[1], slots=slots)
     assert torch.equal(o, expected) and torch.equal(pools[0], pools[1])
     last = x.g[..., None]
-    assert torch.equal(recurrent_gla_verify(x.q, x.k, x.v, last, state=pool, slots=slots), o)
-    accepted = torch.tensor([5, 5])
+    assert_verified(recurrent_gla_verify(x.q, x.k, x.v, last, state=pool, slots=slots), o)
+    accepted = torch.full((2,), T, device=device)
     recurrent_gla_commit_(x.k, x.v, last, state=pools[2], slots=slots, accepted=accepted)
     assert torch.equal(pools[2], pools[1])
 
