@@ -13,7 +13,6 @@ from common import (
 )
 from cuda_tools import peak_bytes
 from fused import draw, facts_of, for_this_gpu
-from kept import CASES, PAIRED, SWEPT
 from large import large_inputs
 from recurrence import (
     GATINGS,
@@ -113,46 +112,34 @@ def results(x: Inputs, repeat: bool):
     return outputs_and_gradients(function, x)
 
 
-# K and V of each kernel of the fused path: 64, 128 and 256 keys, and some that fill no tile.
-FUSED = [(64, 64), (64, 128), (40, 72), (128, 256), (96, 136), (256, 512)]
-WAYS = {  # B, T, H, K, V; heads of k; gates; lengths
-    **{
-        f"{K}, {V}, {gate}, {'packed' if lengths else 'batch'}": (
-            *((1 if lengths else 2, 165 if lengths else 130, 6, K, V), 3, gate, lengths),
-        )
-        for K, V in FUSED
-        for gate in (0.1, "reset")
-        for lengths in (None, PACKED_LENGTHS)
-    },
-    **{
-        f"segments, {K}, {V}": ((1, 4101, H, K, V), H // 2, 1 / 64, None)
-        for H, K, V in ((4, 64, 64), (4, 128, 256), (2, 256, 512))
-    },
-    **{
-        f"swept, {V}, {HK} of 4": ((B, 130, 4, K, V), HK, 0.1, None)
-        for B, K, V in ((16, 128, 256), (50, 64, 64))
-        for HK in (1, 2)
-    },
-    **{
-        name: (sizes, sizes[2] // 2, 0.1, None)
-        for name, (sizes, *_) in (PAIRED | SWEPT | {"kept segments": CASES["segments"]}).items()
-    },
-}
+FEW = (1, 4101)  # rows and tokens of what is cut into segments
+WAYS = [  # B, those for an H200, T, H, K, V; heads of k
+    # Each kernel: 64, 128 and 256 keys, and some that fill no tile.
+    *[((2, 130, 6, K, V), 3) for K, V in ((64, 64), (64, 128), (40, 72), (96, 136), (128, 256))],
+    ((2, 130, 6, 256, 512), 3),
+    *[((*FEW, 4, 64, 64), 2), ((*FEW, 4, 128, 256), 2), ((*FEW, 2, 256, 512), 1)],
+    # Swept gradients, with operands that forward keeps.
+    *[((16, 200, 4, 128, 256), HK) for HK in (1, 2)],
+    *[((50, 130, 4, 64, 64), HK) for HK in (1, 2)],
+    *[((49, 190, 4, 104, 200), 2), ((1, 2100, 2, 128, 256), 1)],
+    *[((1, 16448, 8, 128, 128), 4), ((1, 16448, 8, 104, 256), 4)],
+]
 
 
 @pytest.mark.usefixtures("hopper", "operands", "nan_in_fresh_memory")
 @pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("sizes, HK, gate, lengths", WAYS.values(), ids=WAYS)
-def test_bits_of_repeats_on_the_fused_path(sizes, HK, gate, lengths, gate_dtype):
-    """Chunks in tier 1 and outside it; segments, which nothing is cut into in the mode."""
-    B, *rest = sizes
-    x = shared(draw(for_this_gpu(B) if B > 2 else B, *rest, gate, gate_dtype, lengths), HK)
-    facts = facts_of(x)
-    assert "fused" in facts
-    found = results(x, False)
-    assert_same_bits(found, results(x, True))
-    if rest[0] == 4101:
-        assert "backward in segments" in facts
+@pytest.mark.parametrize("gate", [1 / 64, "reset"])
+@pytest.mark.parametrize("sizes, HK", WAYS)
+def test_bits_of_repeats_on_the_fused_path(sizes, HK, gate, gate_dtype):
+    """Chunks in tier 1 and outside it, packed too; segments, and sequences whole in the mode."""
+    B, T, *rest = sizes
+    for lengths in (None, PACKED_LENGTHS) if T == 130 else (None,):
+        rows = (for_this_gpu(B), T) if lengths is None else (1, 165)
+        x = shared(draw(*rows, *rest, gate, gate_dtype, lengths), HK)
+        assert "fused" in facts_of(x)
+        assert_same_bits(results(x, False), results(x, True))
+    if sizes[:2] == FEW:
+        assert "backward in segments" in facts_of(x)
         with batch_invariant():
             assert "backward whole" in facts_of(x, batch_invariant=True)
             assert_same_bits(results(x, False), results(x, True))

@@ -23,9 +23,9 @@ def for_this_gpu(count: int) -> int:
     return -(-count * torch.cuda.get_device_properties().multi_processor_count // 132)
 
 
-def plan_of(x: Inputs, backward: bool = True, **options) -> dict[str, object]:
+def call_plan(x: Inputs, **options) -> dict[str, object]:
     """The plan of a call with such inputs on this GPU."""
-    plan = _C.plan(
+    return _C.plan(
         *x.q.shape,
         x.v.shape[-1],
         N=None if x.cu_seqlens is None else len(x.cu_seqlens) - 1,
@@ -35,7 +35,11 @@ def plan_of(x: Inputs, backward: bool = True, **options) -> dict[str, object]:
         device="cuda",
         **options,
     )
-    return one_pass(plan, backward)
+
+
+def plan_of(x: Inputs, backward: bool = True, **options) -> dict[str, object]:
+    """One pass of it."""
+    return one_pass(call_plan(x, **options), backward)
 
 
 def facts_of(x: Inputs, **options) -> set[str]:
@@ -51,8 +55,8 @@ def facts_of(x: Inputs, **options) -> set[str]:
             facts |= {f"{way} in segments", f"{way} in segments of {chunks} chunks"}
         if plan["replays"]:
             facts.add("a segment sums the one before")
-        if cluster_items(plan):
-            facts.add(f"{way} by clusters, {cluster_items(plan)} each")
+        if cluster_items(plan) > 1:
+            facts.add(f"{way} of several heads a cluster")
     return facts
 
 

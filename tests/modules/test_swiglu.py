@@ -31,6 +31,7 @@ ops = torch.ops.gla_ext
 WIDTHS = (1, 7, 8, 64, 257, 1000, 1024, 1025, 4096, 5000)
 
 
+@pytest.mark.usefixtures("nan_in_fresh_memory")
 @by_dtype
 @pytest.mark.parametrize("D", WIDTHS)
 def test_values_and_gradients(device, D, dtype):

@@ -107,23 +107,14 @@ CALLS = {
     "strong chunks": Calls(
         {"fused"}, of(2, 330, 2, (64, 64), (128, 136), (160, 64), (200, 64)), RANGES
     ),
-    "few keys": Calls({"fused"}, of(70, 200, 3, *UNEVEN[5:]), (), RANGES),
-    # More heads than an H200 has clusters for at once.
-    "clusters of 2 each": Calls(
-        {"forward by clusters, 2 each"},
-        of(23, 130, 3, (72, 256)),
-        scaled="B",
-        invariant=True,
-    ),
-    "clusters of 3 each": Calls(
-        {"forward by clusters, 3 each"},
-        [*of(45, 200, 3, (72, 136)), *of(30, 65, 3, (72, 512))],
-        scaled="B",
-        invariant=True,
-    ),
-    "clusters of 4 each": Calls(
-        {"forward by clusters, 4 each"},
-        [*of(80, 64, 3, (72, 256)), *of(80, 130, 3, (72, 256))],
+    "few keys, fp32 gates": Calls({"fused"}, of(70, 200, 3, *UNEVEN[5:]), (), RANGES),
+    # More heads than an H200 has clusters for at once: two to four each.
+    "clusters": Calls(
+        {"forward of several heads a cluster"},
+        [
+            *[(23, 130, 3, 72, 256), (45, 200, 3, 72, 136), (30, 65, 3, 72, 512)],
+            *[(80, 64, 3, 72, 256), (80, 130, 3, 72, 256)],
+        ],
         scaled="B",
         invariant=True,
     ),
@@ -145,31 +136,23 @@ CALLS = {
         lengths=(330,) * 8 + (5,) * 40,
     ),
     # Segments, and the same sequences whole.
-    "packed": Calls(
-        {"forward in segments", "backward in segments"},
-        of(1, 695, 2, *UNEVEN),
-        fp32_gates=SOME,
-        lengths=UNEVEN_LENGTHS,
-    ),
-    "packed, whole": Calls(
-        {"forward whole", "backward whole"},
-        of(1, 695, 2, *UNEVEN),
-        SOME,
-        SOME,
-        lengths=UNEVEN_LENGTHS,
-        invariant=True,
-    ),
+    **{
+        f"{'packed' if lengths else 'batch'}, {how}": Calls(
+            {f"forward {how}", f"backward {how}"},
+            of(1, 695, 2, *UNEVEN),
+            SOME,
+            SOME,
+            lengths=lengths,
+            invariant=how == "whole",
+        )
+        for lengths in (None, UNEVEN_LENGTHS)
+        for how in ("in segments", "whole")
+    },
     "one among many short": Calls(
         {"forward in segments", "backward in segments"},
         of(1, 4316, 2, (64, 64), (128, 136)),
         (0.1, 1.0, "reset"),
         lengths=ONE_LONG,
-    ),
-    "fp32 gates": Calls(
-        {"forward in segments", "backward in segments"}, of(1, 695, 2, *UNEVEN), (), SOME
-    ),
-    "fp32 gates, whole": Calls(
-        {"forward whole", "backward whole"}, of(1, 695, 2, *UNEVEN), (), SOME, invariant=True
     ),
     "a long sequence": Calls(
         {"forward in segments", "backward in segments"},
@@ -226,6 +209,7 @@ CALLS = {
         [
             *[(16, T, 4, K, V) for T in (1, 65, 330) for K, V in WIDE],
             *[(16, 64, 4, 128, 256), (16, 130, 4, 72, 72)],
+            *[(32, 200, 4, 128, 256), (33, 200, 4, 128, 256)],  # more than fit at once
         ],
         scaled="B",
     ),
@@ -233,42 +217,30 @@ CALLS = {
         {"gradients.small_sweep"},
         [
             *[(22, T, 9, K, V) for T in (1, 65, 330) for K, V in (*NARROW, (8, 64), (64, 8))],
-            *[(22, 64, 9, 64, 64), (22, 130, 9, 64, 64)],
+            *[(22, 64, 9, 64, 64), (22, 130, 9, 64, 64), (53, 200, 8, 64, 64)],
         ],
         scaled="B",
     ),
-    "swept, fp32 gates": Calls(
-        {"gradients.sweep"}, of(16, 150, 4, (72, 72), (128, 256)), (), GATES, scaled="B"
-    ),
     "swept, strong chunks": Calls(
-        {"gradients.sweep"}, of(16, 330, 4, (104, 128), (128, 256)), RANGES, RANGES, scaled="B"
+        {"gradients.sweep"},
+        of(16, 330, 4, (104, 128), (128, 256)),
+        RANGES,
+        (*GATES, *RANGES),
+        scaled="B",
     ),
     "narrow, swept, strong chunks": Calls(
         {"gradients.small_sweep"}, of(22, 330, 9, (64, 64), (40, 24)), RANGES, scaled="B"
     ),
-    "more heads than fit at once": Calls(
-        {"gradients.sweep"},
-        [(32, 200, 4, 128, 256), (33, 200, 4, 128, 256)],
-        (0.1,),
+    # Operands and states of more heads than an H200 has clusters for at once, of few chunks.
+    "swept by clusters": Calls(
+        {"states.cluster", "backward of several heads a cluster"},
+        [
+            *[(33, 1, 4, 72, 200), (33, 65, 4, 128, 256), (33, 64, 4, 128, 256)],
+            *[(49, 190, 4, 72, 200), (64, 128, 4, 128, 256), (65, 129, 4, 104, 256)],
+        ],
+        (0.1, "every other chunk", "one head"),
         scaled="B",
     ),
-    "more narrow heads than fit at once": Calls(
-        {"gradients.small_sweep"}, of(53, 200, 8, (64, 64)), (0.1,), scaled="B"
-    ),
-    # Operands and states of more heads than an H200 has clusters for at once, of few chunks.
-    **{
-        f"swept by clusters of {each} each": Calls(
-            {"states.cluster", f"backward by clusters, {each} each"},
-            sizes,
-            (0.1, "every other chunk", "one head"),
-            scaled="B",
-        )
-        for each, sizes in (
-            (2, [(33, 1, 4, 72, 200), (33, 65, 4, 128, 256), (33, 64, 4, 128, 256)]),
-            (3, [(49, 190, 4, 72, 200)]),
-            (4, [(64, 128, 4, 128, 256), (65, 129, 4, 104, 256)]),
-        )
-    },
     # Parts of one sequence meet in the states between them.
     "segments of many chunks": Calls(
         {"states.cluster.summaries", "backward in segments"},
