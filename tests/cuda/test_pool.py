@@ -195,27 +195,23 @@ def assert_alone_is_in_company(prompts):
             assert not torch.equal(pool[row], prompts.before[row])
 
 
-@in_nan
-@by_case
-def test_alone_and_in_company(sizes, options):
-    prompts = make(sizes, lengths=LENGTHS, **options)
-    assert_alone_is_in_company(prompts)
-    prompts.pool.copy_(prompts.before)
-    with batch_invariant():
-        assert_alone_is_in_company(prompts)
+OTHER_TOKENS = {
+    "a gate a head": lambda tokens: tokens | {"g": tokens["g"][..., 0]},
+    "no gates": lambda tokens: tokens | {"g": None},
+    "shared heads": lambda tokens: tokens | {name: tokens[name][:, :, :2] for name in "kvg"},
+}
 
 
 @in_nan
-@pytest.mark.parametrize("gates", ["heads", "none", "shared"])
-def test_other_gates_and_shared_heads(gates):
-    prompts = make((4, 64, 64), lengths=LENGTHS)
-    if gates == "heads":
-        prompts.tokens["g"] = prompts.tokens["g"][..., 0]
-    elif gates == "none":
-        prompts.tokens["g"] = None
-    else:
-        prompts.tokens |= {name: prompts.tokens[name][:, :, :2] for name in ("k", "v", "g")}
-    assert_alone_is_in_company(prompts)
+@pytest.mark.parametrize("name", [*CASES, *OTHER_TOKENS])
+def test_alone_and_in_company(name):
+    sizes, options = CASES.get(name, ((4, 64, 64), {}))
+    for invariant in (False, True):
+        prompts = make(sizes, lengths=LENGTHS, **options)
+        if name in OTHER_TOKENS:
+            prompts.tokens = OTHER_TOKENS[name](prompts.tokens)
+        with batch_invariant(invariant):
+            assert_alone_is_in_company(prompts)
 
 
 @in_nan

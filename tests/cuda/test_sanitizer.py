@@ -175,16 +175,15 @@ def test_recurrent(v_first, name):
     assert o.isfinite().all()
 
 
-@by_gate
-@pytest.mark.parametrize("name", FUSED_SHAPES)
-def test_fused(name, gate):
-    assert_right(fused_inputs(name, gate))
-
-
-@pytest.mark.parametrize("gate", [0.1, "reset"])
-@pytest.mark.parametrize("name", FP32_GATES)
-def test_fused_with_fp32_gates(name, gate):
-    assert_right(fused_inputs(name, gate, torch.float32))
+@pytest.mark.parametrize(
+    "name, gate, gate_dtype",
+    [
+        *[(name, gate, torch.bfloat16) for name in FUSED_SHAPES for gate in (0.1, 2.0, "reset")],
+        *[(name, gate, torch.float32) for name in FP32_GATES for gate in (0.1, "reset")],
+    ],
+)
+def test_fused(name, gate, gate_dtype):
+    assert_right(fused_inputs(name, gate, gate_dtype))
 
 
 @by_gate

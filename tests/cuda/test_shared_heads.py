@@ -22,17 +22,9 @@ from recurrence import (
     exact,
     make_recurrence,
     ours,
-    repeated,
 )
 
-from gla_ext import (
-    batch_invariant,
-    chunk_gla,
-    fused_recurrent_gla,
-    recurrent_gla_commit_,
-    recurrent_gla_step_,
-    recurrent_gla_verify,
-)
+from gla_ext import batch_invariant, chunk_gla, fused_recurrent_gla
 
 pytestmark = pytest.mark.cuda
 by_dtype = pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
@@ -64,30 +56,6 @@ def test_bits_of_repeats(operator, dtype, gating, lengths, H, HK, head):
 def test_the_truth(operator, dtype):
     x = inputs(6, 2, 24, 40, dtype=dtype)
     CLOSE[operator](operator(x), exact(x), x)
-
-
-@by_dtype
-@pytest.mark.parametrize("state_v_first", [False, True])
-def test_pool(state_v_first, dtype):
-    x = inputs(6, 2, 64, 128, dtype=dtype)
-    x = x.v_first() if state_v_first else x
-    tokens = {
-        n: t if t is None else t[:, :5] for n, t in x.leaves().items() if n != "initial_state"
-    }
-    slots, accepted = (torch.tensor(n, device="cuda") for n in ([1, 0], [3, 0]))
-    where = {"slots": slots, "state_v_first": state_v_first}
-    pools = []
-    for own in (tokens, repeated(tokens)):
-        pool = x.initial_state.clone()
-        verified = recurrent_gla_verify(**own, state=pool, **where)
-        q = own.pop("q")
-        recurrent_gla_commit_(**own, state=pool, accepted=accepted, **where)
-        committed = pool.clone()
-        one = {n: t if t is None else t[:, :1] for n, t in own.items()}
-        stepped = recurrent_gla_step_(q[:, :1], **one, state=pool, **where)
-        pools.append((verified, committed, stepped, pool))
-    for mine, of_repeats in zip(*pools, strict=True):
-        assert torch.equal(mine, of_repeats)
 
 
 def shared(x: Inputs, HK: int) -> Inputs:
