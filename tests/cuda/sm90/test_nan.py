@@ -11,13 +11,17 @@ TOKENS = ("q", "k", "v", "g", "do")
 by_operand = pytest.mark.parametrize("operand", TOKENS)
 
 
-@pytest.mark.usefixtures("path", "nan_in_fresh_memory")
+@pytest.mark.usefixtures("nan_in_fresh_memory")
 @by_operand
 @pytest.mark.parametrize("lengths", [(70, 150, 3), (300, 700, 3)], ids=["whole", "segments"])
 @pytest.mark.parametrize("gate", [0.1, 10.0, "reset"])
 @pytest.mark.parametrize("offset", [10, 64, 149])
-@pytest.mark.parametrize("gate_dtype", [BF16, torch.float32], ids=str)
-def test_nan_is_never_silent_and_stays_in_its_sequence(gate_dtype, offset, operand, gate, lengths):
+@pytest.mark.parametrize("way", ["bf16 gates", "fp32 gates", "steps"])
+def test_nan_is_never_silent(way, offset, operand, gate, lengths, monkeypatch):
+    """Nor is it in another sequence or head, nor before its token, by chunks."""
+    if way == "steps":
+        monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
+    gate_dtype = torch.float32 if way == "fp32 gates" else BF16
     start, end = lengths[0], lengths[0] + lengths[1]
     token = start + offset
     x = draw(1, sum(lengths), 2, 64, 72, gate, gate_dtype, lengths)

@@ -122,7 +122,7 @@ CALLS = {
     "prepared": Calls(
         {"states.prepared", "backward whole"},
         of(2, 330, 2, (72, 64), (128, 264), (256, 64), (136, 512)),
-        fp32_gates=GATES,
+        fp32_gates=SOME,
         invariant=True,
     ),
     # More chunks than an H200 has blocks for at once; packed, also slots that no sequence uses.
@@ -186,7 +186,7 @@ CALLS = {
             *[(3, 65, 2, 256, 136), (3, 128, 2, 136, 512), (3, 192, 2, 200, 192)],
             *[(3, 193, 2, 256, 256), (3, 257, 2, 144, 200), (3, 384, 2, 192, 264)],
         ],
-        fp32_gates=GATES,
+        fp32_gates=SOME,
     ),
     "strong chunks of pairs": Calls(
         {"gradients.chunk_pair"}, of(2, 310, 2, (256, 136), (136, 200)), (*RANGES, *FIRST)
