@@ -264,11 +264,13 @@ def test_cuda_graph_draws_the_tokens_of_eager_steps(captures):
 
 
 @pytest.mark.cuda
-def test_cuda_compiled_steps():
+@pytest.mark.parametrize("cuda_graph", [None, False])
+def test_cuda_compiled_steps(cuda_graph):
     model = model_of(torch.bfloat16, "cuda", hidden_size=256)
     ids = make_ids(B=4, T=9).cuda()
     plain, compiled = (
-        Decoder(model, 4, temperature=0, compiled=compiled) for compiled in (False, True)
+        Decoder(model, 4, temperature=0, cuda_graph=cuda_graph, compiled=compiled)
+        for compiled in (False, True)
     )
     found = []
     for decoder in (plain, compiled):

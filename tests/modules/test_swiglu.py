@@ -29,6 +29,7 @@ SHAPES += [((2, 9, D), "halves") for D in (1, 60, 1100)] + [(MANY[0], "halves")]
 SHAPES += [(shape, "heads of a projection") for shape in MANY[1:]]
 
 
+@pytest.mark.usefixtures("nan_in_fresh_memory")
 @by_dtype
 @pytest.mark.parametrize(("shape", "layout"), SHAPES, ids=str)
 def test_values_and_gradients(device, shape, layout, dtype):

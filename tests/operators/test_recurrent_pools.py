@@ -233,8 +233,11 @@ def test_out(device, layout, dtype):
 
 
 @pytest.mark.cuda
-def test_graph_replays_with_other_slots():
-    step = Server("cuda", 1, torch.bfloat16, state_dtype=torch.bfloat16)
+@by_layout
+def test_graph_replays_with_other_slots(state_v_first):
+    step = Server(
+        "cuda", 1, torch.bfloat16, state_dtype=torch.bfloat16, state_v_first=state_v_first
+    )
     write_slots, out = step.slots.clone(), torch.empty_like(step.tokens["v"])
     recurrent_gla_step_(**step.arguments(), write_slots=write_slots, out=out)
     graph = torch.cuda.CUDAGraph()

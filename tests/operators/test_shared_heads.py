@@ -80,20 +80,23 @@ def test_every_form_of_the_reference(lengths):
 
 @by_dtype
 @by_gating
-def test_pool(gating, dtype):
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_pool(device, state_v_first, gating, dtype):
     """Step, verify and commit, with rows without a slot."""
-    x = inputs(6, 2, T=5, B=4, gating=gating, dtype=dtype)
+    x = inputs(6, 2, T=5, K=64, V=128, B=4, gating=gating, dtype=dtype, device=device)
+    x = x.v_first() if state_v_first else x
     tokens = {name: t for name, t in x.leaves().items() if name != "initial_state"}
-    slots, accepted = torch.tensor([2, -1, 3, 0]), torch.tensor([5, 5, 2, 0])
+    slots, accepted = (torch.tensor(n, device=device) for n in ([2, -1, 3, 0], [5, 5, 2, 0]))
+    where = {"slots": slots, "state_v_first": state_v_first}
     pools = []
     for own in (tokens, repeated(tokens)):
         pool = x.initial_state.clone()
-        verified = recurrent_gla_verify(**own, state=pool, slots=slots)
+        verified = recurrent_gla_verify(**own, state=pool, **where)
         assert torch.equal(pool, x.initial_state)
         q = own.pop("q")
-        recurrent_gla_commit_(**own, state=pool, slots=slots, accepted=accepted)
+        recurrent_gla_commit_(**own, state=pool, accepted=accepted, **where)
         committed = pool.clone()
-        stepped = recurrent_gla_step_(q, **own, state=pool, slots=slots)
+        stepped = recurrent_gla_step_(q, **own, state=pool, **where)
         pools.append((verified, committed, stepped, pool))
     for mine, of_repeats in zip(*pools, strict=True):
         assert torch.equal(mine, of_repeats)

@@ -13,6 +13,7 @@ from common import (
     assert_results_close,
     exact,
 )
+from recurrence import assert_verified
 from simple_inputs import make_simple, recurrent, simple, spread
 
 import gla_ext
@@ -32,9 +33,33 @@ by_packing = pytest.mark.parametrize("lengths", [None, PACKED_LENGTHS], ids=["ba
 by_operator = pytest.mark.parametrize("operator", [simple, recurrent], ids=["chunk", "recurrent"])
 
 
-def inputs(H=3, HK=None, T=130, K=20, V=28, lengths=None, **options):
+def inputs(H=3, HK=None, T=130, head=(20, 28), lengths=None, **options):
     B, T = (2, T) if lengths is None else (1, 165)
-    return make_simple(B, T, H, K, V, HK=HK, lengths=lengths, **options)
+    return make_simple(B, T, H, *head, HK=HK, lengths=lengths, **options)
+
+
+@by_operator
+@by_dtype
+@by_gate
+@pytest.mark.usefixtures("path")
+@pytest.mark.cuda
+def test_the_truth(head, operator, dtype, gate):
+    x = inputs(T=70, head=head, dtype=dtype, gate=gate, device="cuda")
+    results = operator(x)
+    assert results["dg"].shape == x.g.shape
+    assert_results_close(results, exact(x), x)
+
+
+@by_operator
+@pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.cuda
+def test_gate_dtypes(head, operator, dtype, gate_dtype):
+    """dg is summed over the key channels before it is rounded."""
+    x = inputs(head=head, dtype=dtype, gate_dtype=gate_dtype, device="cuda")
+    results = operator(x)
+    assert results["dg"].dtype == gate_dtype
+    assert_results_close(results, exact(x), x)
 
 
 @pytest.mark.parametrize("operator", [chunk_gla, fused_recurrent_gla])
@@ -52,7 +77,7 @@ def test_a_last_dimension_of_one(operator):
 
 def test_one_channel():
     """Of one key channel [B, T, HK, 1] is the gate of a channel, and of a head, alike."""
-    x = inputs(K=1)
+    x = inputs(head=(1, 28))
     o, _ = chunk_gla(x.q, x.k, x.v, x.g[..., None])
     assert_close(o, chunk_gla(x.q, x.k, x.v, x.g)[0], 1e-6)
 
@@ -79,29 +104,45 @@ def test_constant_decay(operator, lengths):
     assert_close(o, call(x.q, x.k, x.v, torch.zeros_like(x.g), **none)[0], 1e-6)
 
 
+def test_resets_are_exact(device, head):
+    """Nothing before a reset is seen, and its own gradient is 0."""
+    x = inputs(gate="reset", head=head, dtype=torch.bfloat16, device=device)
+    results = simple(x)
+    assert (results["dg"][x.g == -torch.inf] == 0).all()
+    g = x.g.clone()
+    g[:, 70] = -torch.inf
+    o, _ = chunk_simple_gla(x.q, x.k, x.v, g, initial_state=x.initial_state)
+    k, v = x.k.clone(), x.v.clone()
+    k[:, :70], v[:, :70] = 7, -3
+    other, _ = chunk_simple_gla(x.q, k, v, g, initial_state=-x.initial_state)
+    assert torch.equal(o[:, 70:], other[:, 70:])
+
+
 @by_operator
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strength", [1.0, 6.0, 12.0, 30.0])
 def test_gradient_of_gates_that_are_all_alike(operator, strength, dtype):
     """Decays of every token from e^-1 to e^-30: dg is what is left of much larger terms."""
-    x = inputs(T=130, K=64, V=64, H=1, dtype=dtype, states=False, gate_dtype=torch.float32)
+    options = {"dtype": dtype, "states": False, "gate_dtype": torch.float32}
+    x = inputs(T=260, head=(64, 64), H=1, **options)
     x = dataclasses.replace(x, g=torch.full_like(x.g, -strength))
     assert_results_close(operator(x), exact(x), x)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_decoding_on_a_pool(dtype):
+@by_dtype
+@pytest.mark.parametrize("T", [1, 5])
+def test_decoding_on_a_pool(device, dtype, T):
     """Steps, verification and commits with one gate a head are those with it spread."""
-    x = inputs(T=5, HK=1, dtype=dtype)
+    x = inputs(T=T, HK=1, dtype=dtype, device=device)
     wide = spread(x)
-    pool, slots = torch.zeros(4, 3, 20, 28, dtype=x.initial_state.dtype), torch.tensor([2, 0])
-    pools = [pool.clone() for _ in range(3)]
+    pool = torch.ones(4, 3, 20, 28, dtype=x.initial_state.dtype, device=device)
+    pools, slots = [pool.clone() for _ in range(3)], torch.tensor([2, 0], device=device)
     o = recurrent_gla_step_(x.q, x.k, x.v, x.g, state=pools[0], slots=slots)
     expected = recurrent_gla_step_(wide.q, wide.k, wide.v, wide.g, state=pools[1], slots=slots)
     assert torch.equal(o, expected) and torch.equal(pools[0], pools[1])
     last = x.g[..., None]
-    assert torch.equal(recurrent_gla_verify(x.q, x.k, x.v, last, state=pool, slots=slots), o)
-    accepted = torch.tensor([5, 5])
+    assert_verified(recurrent_gla_verify(x.q, x.k, x.v, last, state=pool, slots=slots), o)
+    accepted = torch.full((2,), T, device=device)
     recurrent_gla_commit_(x.k, x.v, last, state=pools[2], slots=slots, accepted=accepted)
     assert torch.equal(pools[2], pools[1])
 
