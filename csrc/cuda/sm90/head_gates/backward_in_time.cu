@@ -1,12 +1,12 @@
-// The sweeps of sweep.cuh from the last chunk to the first: the gradients of k, v and the first
-// state.
+// The sweeps of sweep.cuh that go from the last chunk to the first: the gradients of k, v and the
+// initial state.
 #include "head_gates.h"
 #include "sweep.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace head_gates {
 
-// The state is the gradient of forward's, transposed.
+// Here the sweep's state is dS transposed.
 template <bool kMakesDots>
 void launch_key_grads(const Problem& p, cudaStream_t stream) {
   Problem roles = p;

@@ -1,6 +1,18 @@
 // The summary of a whole sequence, from those of its segments: what it adds to the state that
 // enters it, or to the gradient of the state that leaves it. A rank passes this to the others
 // (context parallelism).
+//
+// x <- 2^decay_n x + summary_n      first segment first; for gradients, last segment first
+//
+// grid    (sequence, head, 1,024 elements of the state), four values of a channel a thread;
+//         and_strong_A appends the blocks of scan_and_strong_A, which do the same here
+// reads   segment_decays [B, states, H, K]; segment_states or segment_state_grads [B, states, H, K,
+//         V], which hold the summaries of all segments, the last one included; h0 or dht
+// writes  folded [N, H, K, V]; for the state also folded_decays [N, H, K], the sum of the gates in
+//         natural log
+//
+// All in fp32, in the order of the tokens whatever the grid. A decay of 0 is an exact reset: x may
+// be infinite there.
 #include "cuda/device/gates.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/sm90.h"

@@ -1,6 +1,23 @@
 // Turns summaries (what each segment adds to the state by itself) into the state that enters each
 // segment. For gradients: into the gradient of the state that leaves each segment, last segment
 // first.
+//
+//   S_(n + 1) = 2^decay_n S_n + summary_n
+//
+// grid    (scan, sequence, head, 1,024 elements of the state), four values of a channel a thread;
+//         packed: only sequences that may have several segments
+// reads   segment_decays [B, states, H, K]; h0, the pool or dht; the summaries, from summaries or
+//         summary_grads if set, else in place from segment_states or segment_state_grads [B,
+//         states, H, K, V]
+// writes  segment_states or segment_state_grads
+//
+// All in fp32. A sequence of one segment has no summaries. scan_and_strong_A follows
+// summaries_cluster in forward. It has further blocks, which make A of strong chunks (forward steps
+// 3 and 4) and write it to the prepared chunks:
+//
+// grid    that of for_strong_chunks, after the blocks of the scan
+// reads   q, k, g [B, T, H, K], tiers
+// writes  A of prepared chunks [B, slots, H]
 #include "cuda/device/gates.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/sm90.h"

@@ -1,6 +1,28 @@
 // prepare.cu and the states of states/prepared.cu in one pass over the chunks. The two blocks of a
 // cluster take turns to gate a segment's chunks, as in forward/cluster.cu; each block has 128
 // values of the state.
+//
+//   q^ = scale q 2^(b - from)      k^ = k 2^(to - b)      A = tril(q^ k^T)
+//   S~ = 2^from S                  S' = 2^(b_C - from) (S~ + k^T v)
+//
+// grid    (segment, head, 256 values) by a cluster, which takes up to four of them in sequence; a
+//         block has two producer and two consumer warpgroups; no packed sequences
+// reads   q, k, g [B, T, H, K], v [B, T, H, V], h0
+// writes  prepared chunks [B, slots, H], tiers [B, slots, H, blocks], S~ of every chunk as tiles
+//         [B, chunks, H]. For summaries: segment_states and segment_decays in place of S~, and A
+//         only if kWithA
+//
+// For packed sequences it makes only summaries:
+// grid    (summary, head, 256 values) by a cluster; the last segment of a sequence is skipped, as
+//         nothing reads its summary
+// reads   k, g, v
+// writes  segment_states and segment_decays
+//
+// A producer stores gated chunks to memory from where it gated them, and sends k^ and the factors
+// to the other block. A consumer holds 64 key channels by the block's 128 values; both consumers
+// copy rows of v. A of strong chunks comes from strong/gradients.cu, in forward from
+// segments/scan.cu. The loop over the state resembles that of states/prepared.cu; here S~ is stored
+// from registers, because producers and received chunks fill shared memory. Accumulation is fp32.
 #include "cuda/sm90/prepare/prepared.cuh"
 #include "cuda/sm90/sm90.h"
 #include "cuda/sm90/tiles/cluster_launch.cuh"

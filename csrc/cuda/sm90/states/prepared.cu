@@ -1,5 +1,17 @@
 // The sweeps of states/fused over prepared chunks, with the state, or its gradient, in registers.
 // (states/fused/consume.cuh lists the kernels that have a similar loop.)
+//
+//   S~ = 2^from S           S' = 2^(b_C - from) (S~ + k^T v)      first chunk first
+//   dS~ = 2^(b_C - from) dS'      dS = 2^from (dS~ + q^T do)      last chunk first
+//
+// grid    (sweep, segment, head, 128 key channels (K of 129 to 192: all), 128 values); a producer
+//         and two or three consumer warpgroups. Summaries: a summary in place of a segment.
+// reads   prepared chunks [B, slots, H]; v h0, or do dht; segment_states, segment_state_grads
+// writes  S~ and, unless gradients are swept, dS~ of every chunk, as tiles [B, chunks, H]; with
+//         chunk pairs S~ of the first and dS~ of the second chunk, [B, pairs, H]; with dS~ also
+//         dh0. Summaries: only segment_states or segment_state_grads, and segment_decays.
+//
+// A consumer holds 64 key channels. Accumulation is fp32.
 #include <type_traits>
 
 #include "cuda/device/dynamic_shared.h"

@@ -1,4 +1,10 @@
 // Adds A v of strong chunks, which the sweeps that gate leave out: o += A v.
+//
+// grid    that of for_strong_chunks
+// reads   q, k, g [B, T, H, K], v, o [B, T, H, V], tiers
+// writes  o [B, T, H, V], and, for backward, A of prepared chunks
+// A comes from forward steps 3 and 4 and stays in shared memory. Accumulation is fp32; o is rounded
+// a second time.
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/sm90.h"
 #include "cuda/sm90/tiles/dependent_launch.cuh"

@@ -5,9 +5,8 @@
 //   dS = 2^b_C dS' + (scale q 2^b)^T do            last chunk first
 //
 // grid    (sweep, segment, head, 128 values); two producer and two consumer warpgroups. Where V is
-// at
-//         most 64: one consumer, and two blocks a multiprocessor. Summaries: a summary in place of
-//         a segment.
+//         at most 64: one consumer, and two blocks a multiprocessor. Summaries: a summary in place
+//         of a segment.
 // reads   g [B, T, H, K]; k v h0, or q do dht; segment_states, segment_state_grads
 // writes  S entering every chunk, bf16 [B, chunks, H, K, V], and tiers; unless gradients are swept,
 //         dS' leaving every chunk, and dh0. Summaries: only segment_states or segment_state_grads,
