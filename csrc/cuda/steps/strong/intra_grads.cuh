@@ -77,7 +77,7 @@ __device__ __forceinline__ void pairs(StrongTiles<Op>& s, float (&dq)[kSubChunk]
   // The pairs of this sub-chunk. A token's pair with itself has no gate in between and adds nothing
   // to db.
   const Column<In> q(p.q, chunk, token, channel, p.K);
-  const auto inside = [&](int i) {  // either order spills for the other type
+  const auto inside = [&](int i) {  // for either type, the order that does not spill
     if constexpr (sizeof(Op) == 4) return i < chunk.length - token && channel < p.K;
     return channel < p.K && token + i < chunk.length;
   };
