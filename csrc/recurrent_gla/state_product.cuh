@@ -33,7 +33,7 @@ __device__ __forceinline__ int column_of_lane() { return threadIdx.x % 4; }
 //   [V, K]  fours[i] has value 8 i + r, the keys of the lane
 template <class State, bool kVFirst>
 struct StateFours {
-  static constexpr bool kExact = sizeof(State) == 2;  // in tf32
+  static constexpr bool kExact = sizeof(State) == 2;  // whether tf32 holds the elements
   float fours[4][4];
 
   // `from` points to the lane's first number, at `key` and `value`.

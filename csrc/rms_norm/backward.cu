@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kRowThreads,
                                                  kMajor))
     wide_backward(const __grid_constant__ Norm p) {
   constexpr int kStep = kRowThreads * 8;
-  extern __shared__ float s_dw[];  // [V], where V is at most kSharedColumns
+  extern __shared__ float s_dw[];  // [V] if V is at most kSharedColumns, else unused
   __shared__ float s_warps[2][kRowWarps];
   WarpSums<kRowThreads> sum_of_block;
   float* partials = p.partials + blockIdx.x * p.width;

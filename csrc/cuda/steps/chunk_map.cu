@@ -56,7 +56,7 @@ __device__ void sort_sequences(const ChunkGrid& grid) {
   using Sort = cub::BlockRadixSort<uint32_t, kMapThreads, kEach, int32_t>;
   __shared__ typename Sort::TempStorage storage;
   const int64_t most = grid.segment_chunks > 0 ? grid.segment_chunks : grid.slots;
-  int bits = 1;  // of a key
+  int bits = 1;  // of a sort key
   while (most + 1 >= int64_t{1} << bits) ++bits;
   for (int64_t first = 0; first <= grid.N; first += kMapThreads * kEach) {
     const int64_t own = first + threadIdx.x * kEach;

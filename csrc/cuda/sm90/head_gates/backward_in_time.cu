@@ -14,7 +14,7 @@ void launch_key_grads(const Problem& p, cudaStream_t stream) {
   roles.k = p.d_o;
   roles.v = p.q;
   roles.o = p.dk;
-  roles.d_o = p.k;  // w
+  roles.d_o = p.k;  // w of sweep.cuh
   roles.K = p.V;
   roles.V = p.K;
   roles.state_v_first = !p.state_v_first;

@@ -13,7 +13,7 @@ void launch_query_grads(const Problem& p, cudaStream_t stream) {
   roles.k = p.v;
   roles.v = p.k;
   roles.o = p.dq;
-  roles.d_o = p.q;  // w
+  roles.d_o = p.q;  // w of sweep.cuh
   roles.K = p.V;
   roles.V = p.K;
   roles.state_v_first = !p.state_v_first;

@@ -244,8 +244,8 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
           *reinterpret_cast<int4*>(out + kTileBytes) = make_int4(strong, 0, 0, 0);
       }
       if (strong) {
-        // A strong chunk always uses the first stage, so that its addresses are constants. The rows
-        // of the next item, if they are there, are copied again later.
+        // A strong chunk always uses the first stage, so that its addresses are constants. Rows of
+        // the next item that have been copied into it are copied again later.
         if (kAhead && next.is_there(p)) wait_for_rows(1 - stage);
         if (stores()) {
           wait_for_bulk_stores();

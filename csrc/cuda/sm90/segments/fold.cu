@@ -75,7 +75,7 @@ int64_t fold_blocks(const Problem& p) {
 
 template <Sweep kSweep>
 __global__ void __launch_bounds__(kThreads) kernel(Problem p) {
-  wait_before_next_kernel();  // plays the scan's part, as a single segment has no scan
+  wait_before_next_kernel();  // like the scan, which a single segment does not have
   fold_segments<kSweep>(p, blockIdx.x);
 }
 
@@ -90,7 +90,7 @@ namespace and_strong_A {
 template <Sweep kSweep>
 __global__ void __launch_bounds__(kThreads, 2) kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  wait_before_next_kernel();  // plays the scan's part, as a single segment has no scan
+  wait_before_next_kernel();  // like the scan, which a single segment does not have
   if (blockIdx.x < states) return fold_segments<kSweep>(p, blockIdx.x);
   __shared__ __align__(16) StrongScores s;
   __shared__ Chunk chunk;

@@ -12,7 +12,7 @@ namespace gla_ext::cuda::sm90 {
 struct Segment {
   int64_t n, row;
   int64_t start, length;  // tokens
-  int64_t first_slot;     // index of its first chunk in S and, in packed batches, ChunkSlot
+  int64_t first_slot;     // of its first chunk, in S and in a packed batch's chunk_slots
   // Indices in segment_states of its first and last summary; set only if the sequence has several
   // segments.
   int64_t state, last_state;

@@ -72,8 +72,8 @@ union StrongChunk {
   template <class Find>
   __device__ __forceinline__ void finish_gradients(const Problem& p, Find&& find) {
     intra.make_score_grads(p, find());
-    // No barrier between the iterations: after the second barrier inside, a thread reads only the
-    // tiles that it wrote, and sums are written after it.
+    // No barrier is needed between iterations: after the second barrier of an iteration
+    // a thread reads only the tiles that it wrote, and sums are written after that barrier.
 #pragma unroll 1
     for (int first = 0; first < p.K; first += kTile) intra.write_gradients(p, find(), first);
   }

@@ -71,7 +71,8 @@ __device__ __forceinline__ void fill_triangle(Tile& tile) {
   }
 }
 
-// b [64 tokens][kColumns], kColumns = 2 kN = the sums of the clamped gates, by a warpgroup. Waits.
+// Computes b [64 tokens][kColumns], kColumns = 2 kN, the sums of the clamped gates. Runs on a
+// warpgroup and waits for the products.
 template <class Gate, int kN>
 __device__ __forceinline__ void sum_gates(float (&b)[kN], const Tile& triangle, const Tile& tile,
                                           int first_column) {

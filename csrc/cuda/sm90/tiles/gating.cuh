@@ -79,7 +79,7 @@ struct Gating {
   __device__ __forceinline__ void gate_rows(const GatedChunk& chunk, float scale,
                                             const Between& between) const {
     if (thread == 0 && first == 0) *chunk.strong = 0;
-    whole();  // the rows are there, `strong` is cleared
+    whole();  // the rows have arrived, `strong` is cleared
     between.begin();
 #pragma unroll
     for (int tile = 0; tile < K / 64; ++tile)

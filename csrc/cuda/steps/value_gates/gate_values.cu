@@ -1,4 +1,4 @@
-// Multiplies values and output gradients by the decays with which they meet the states, if there
+// Multiplies values and output gradients by their decays for the products with the states, if there
 // are gates on values:
 //
 //   v_out = v 2^(bv_C - bv)        do_in = do 2^bv

@@ -33,7 +33,7 @@ struct KeyTiles {
   float parts[kThreads / kTile][kTile];                // sums over part of K
 };
 
-// Loads kKeys channels of q or k, multiplied by the decay with which they meet the states.
+// Loads kKeys channels of q or k, multiplied by their decays for the products with the states.
 template <Access kAccess, class In, Decay kDecay, class Op>
 __device__ __forceinline__ void load_keys(Op* tile, const KeyTiles<Op>& s, const Problem& p,
                                           const Rows& in, const Chunk& chunk, int first_k) {

@@ -1,4 +1,4 @@
-// Backward steps 1 and 3 to 7 of a chunk in one kernel (of step 3, it recomputes A), for bf16 on
+// Backward steps 1 and 4 to 7 of a chunk, and its A (forward step 3), in one kernel, for bf16 on
 // sm_90a. For a key channel, with q^ = scale q 2^(b - from), k^ = k 2^(to - b) and k_out = k 2^(b_C
 // - b):
 //

@@ -189,7 +189,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<kTiles>& acc, float
     wait_for_copies<0>();
     if constexpr (kReady<kTiles>) s.wait_for_states(first);
     fence_for_products();  // for copies, and before bulk copies over states that were read
-    __syncthreads();       // the values, states and A are there; the previous dv is read
+    __syncthreads();       // values, states and A have arrived; the previous dv is read
     const auto copy_next = [&] {
       copy_values(s, p, s.bases, s.chunk.length, first + kTile);
       copy_states(s, p, s.bases, s.chunk.state, first + kTile);

@@ -116,7 +116,7 @@ __device__ __forceinline__ void multiply_pair_values(PairAccumulators<kTiles>& a
     wait_for_copies<0>();
     s.wait_for_states(first);
     fence_for_products();  // for copies, and before bulk copies over states that were read
-    __syncthreads();       // the values, states and A are there; the previous ones are read
+    __syncthreads();       // values, states and A have arrived; earlier ones are read
     if (first + kTile < p.V)
       copy_pair_values(s, p, s.chunk, s.bases, s.other_values, s.other_length, is_first,
                        first + kTile);
@@ -196,7 +196,7 @@ __device__ __forceinline__ void make_pair_gradients(PairShared<kTiles>& s, const
     store_scores(tiles[0], acc.scores, part.half());
   wait_for_copies<1>();  // all but q^
   fence_for_products();
-  __syncthreads();                   // scores and operands of the pair are there
+  __syncthreads();                   // the pair's scores and operands are ready
   if (part.makes_x() != is_first) {  // products with the other chunk's state
     acc.for_tiles([&](float (&d)[32], bool, int tile) {
       sum_tokens<kTiles>(to_send, is_first ? s.k : own_operand, d, tile);

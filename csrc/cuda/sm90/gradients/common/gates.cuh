@@ -200,7 +200,7 @@ class GatePart {
  private:
   // The exponent of a power of two.
   static __device__ __forceinline__ float exponent_of(float x) {
-    constexpr uint32_t kTwoTo23 = 0x4b000000;  // whose unit in the last place is 1
+    constexpr uint32_t kTwoTo23 = 0x4b000000;  // 2^23, whose unit in the last place is 1
     return __uint_as_float(kTwoTo23 | __float_as_uint(x) >> 23) - (8388608.f + 127.f);
   }
   // The references of a channel pair: q is `from` and k is `to` in q^ = q 2^(b - from), k^ = k

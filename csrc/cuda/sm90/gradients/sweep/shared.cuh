@@ -129,14 +129,14 @@ __device__ __forceinline__ void start(SharedOfKernel& s, const Problem& p, int64
   }
   for (int i = 0; i < kStateStages; ++i) {
     init_barrier(&s.ready[i], kGroupWarps);
-    init_barrier(&s.taken[i], 2 * kGroupWarps);  // of a consumer each, here or in the other block
+    init_barrier(&s.taken[i], 2 * kGroupWarps);  // of two consumers, here or in the other block
   }
   for (int i = 0; i < kQueryStages; ++i) {
-    init_barrier(&s.queries_full[i], 3);  // copies
+    init_barrier(&s.queries_full[i], 3);  // bulk copies
     init_barrier(&s.states_full[i], kGroupThreads);
   }
   for (int i = 0; i < kConsumers; ++i) {
-    init_barrier(&s.keys_full[i], 2);  // copies
+    init_barrier(&s.keys_full[i], 2);  // bulk copies
     init_barrier(&s.chunk_empty[i], kGroupThreads);
     init_barrier(&s.turn[i], kGroupWarps);
   }
