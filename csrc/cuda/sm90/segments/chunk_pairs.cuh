@@ -1,28 +1,30 @@
-// Chunk pairs: slots 2 i and 2 i + 1 of a batch row, where both are of one sequence. Of a pair the
-// sweeps leave only the first chunk's S and the second's dS; of a chunk without a neighbour both. S
-// and dS of a pair have the same index: one index a pair, or in packed batches, where neighbouring
-// chunks may both be alone, the first of their two.
+// Chunk pairs: slots 2 i and 2 i + 1 of a batch row, if both belong to one sequence. The sweeps
+// store only S of the first chunk and dS of the second chunk of a pair; for a chunk without a
+// partner they store both. S and dS of a pair have the same index. Without packing there is one
+// index per pair. In packed batches, where two neighbouring slots may both be unpaired, a pair uses
+// the index of its first slot.
 #pragma once
 
 #include "segment.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
-// A chunk's role in its pair. kAlone: its neighbour is of another sequence, or not there.
+// A chunk's role in its pair. kAlone: the neighbouring slot belongs to another sequence or does not
+// exist.
 enum class Role { kAlone, kFirst, kSecond };
 
 struct ChunkOfPair {
-  Chunk chunk{};  // without tokens where there is none
+  Chunk chunk{};  // without tokens if the slot has no chunk
   Role role = Role::kAlone;
-  int other_length = 0;  // tokens of the other chunk
+  int other_length = 0;  // tokens of the pair's other chunk
 };
 
-// Blocks for all of them, two a pair.
+// Blocks for all pairs, two each.
 inline int64_t chunk_pair_blocks(const Problem& p) {
   return p.grid.T == 0 ? 0 : 2 * blocks_of(p.grid.slots, 2) * p.grid.B * p.H;
 }
 
-// The chunk of a block; its cluster has the pair.
+// The chunk of a block. A cluster of two blocks has a pair.
 __device__ __forceinline__ ChunkOfPair find_chunk_of_pair(const Problem& p, uint32_t block) {
   const ChunkGrid& grid = p.grid;
   const auto slots = static_cast<uint32_t>(grid.slots), H = static_cast<uint32_t>(p.H);
@@ -46,7 +48,7 @@ __device__ __forceinline__ ChunkOfPair find_chunk_of_pair(const Problem& p, uint
   return found;
 }
 
-// Which S and dS of a segment's chunks the sweeps leave: all of them where chunks are not paired.
+// Which S and dS of a segment's chunks the sweeps store. Without pairs they store all of them.
 class ChunksOfPairs {
  public:
   __device__ __forceinline__ ChunksOfPairs(const Problem& p, const Segment& s)
@@ -56,18 +58,18 @@ class ChunksOfPairs {
         behind_(s.last ? s.chunks - 1 : -1),
         slot_(s.first_slot) {
     if (!in_pairs_ || packed_) return;
-    // Numbered as if every row had an even number of slots.
+    // Slots are numbered as if every row had an even number of them.
     slot_ += s.row * (p.grid.chunks & 1);
   }
-  // Whether S of `chunk` is left, rather than only that of the chunk before.
+  // Whether to store S of `chunk`; if not, only S of the previous chunk is needed.
   __device__ __forceinline__ bool leave_state(int chunk) const {
     return !in_pairs_ || !is_second(chunk) || chunk == before_;
   }
-  // Whether dS of `chunk` is left, rather than only that of the chunk after.
+  // Whether to store dS of `chunk`; if not, only dS of the next chunk is needed.
   __device__ __forceinline__ bool leave_state_grad(int chunk) const {
     return !in_pairs_ || is_second(chunk) || chunk == behind_;
   }
-  // Where S and dS of `chunk` are, of [B, chunks] or of as many pairs.
+  // The index of S and dS of `chunk` in [B, chunks], or in [B, pairs].
   __device__ __forceinline__ int64_t state(int chunk) const {
     const int64_t slot = slot_ + chunk;
     if (!in_pairs_) return slot;
@@ -78,7 +80,7 @@ class ChunksOfPairs {
  private:
   __device__ __forceinline__ bool is_second(int chunk) const { return (slot_ + chunk & 1) != 0; }
   bool in_pairs_, packed_;
-  int before_, behind_;  // the sequence's first and last chunk, where in this segment
+  int before_, behind_;  // the sequence's first and last chunk if in this segment, else -1
   int64_t slot_;
 };
 

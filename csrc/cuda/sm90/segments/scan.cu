@@ -1,20 +1,21 @@
-// From summaries, what each segment adds to the state by itself, to the state that enters each
-// segment; and the same for the gradient of the state that leaves it, last segment first:
+// Turns summaries (what each segment adds to the state by itself) into the state that enters each
+// segment. For gradients: into the gradient of the state that leaves each segment, last segment
+// first.
 //
 //   S_(n + 1) = 2^decay_n S_n + summary_n
 //
 // grid    (scan, sequence, head, 1,024 elements of the state), four values of a channel a thread;
-//         of packed sequences those that may have several segments
-// reads   segment_decays [B, states, H, K], h0, the pool or dht
-//         segment_states or segment_state_grads [B, states, H, K, V] with the summaries, or
-//         where they are elsewhere, summaries or summary_grads
+//         packed: only sequences that may have several segments
+// reads   segment_decays [B, states, H, K]; h0, the pool or dht; the summaries, from summaries or
+//         summary_grads if set, else in place from segment_states or segment_state_grads [B,
+//         states, H, K, V]
 // writes  segment_states or segment_state_grads
 //
-// All in fp32. A sequence of one segment has no summaries. scan_and_strong_A, which follows
-// summaries_cluster in forward, has further blocks that make A of strong chunks, forward steps 3
-// and 4, and write it to the prepared chunks:
+// All in fp32. A sequence of one segment has no summaries. scan_and_strong_A follows
+// summaries_cluster in forward. It has further blocks, which make A of strong chunks (forward steps
+// 3 and 4) and write it to the prepared chunks:
 //
-// grid    as for_strong_chunks wants it, after the blocks of the scan
+// grid    that of for_strong_chunks, after the blocks of the scan
 // reads   q, k, g [B, T, H, K], tiers
 // writes  A of prepared chunks [B, slots, H]
 #include "cuda/device/gates.cuh"
@@ -28,9 +29,9 @@ namespace gla_ext::cuda::sm90 {
 namespace scan {
 
 constexpr int kEach = 4;
-constexpr int kAtOnce = 8;  // segments whose summaries are on their way
+constexpr int kAtOnce = 8;  // segments whose summaries are loaded at once
 
-// The states of sequence n: [first, first + count).
+// The states of sequence n in segment_states: [first, first + count).
 __device__ __forceinline__ void find_states(const Problem& p, int64_t n, int64_t& first,
                                             int64_t& count) {
   const Sequence sequence = find_sequence(p, n);
@@ -40,7 +41,7 @@ __device__ __forceinline__ void find_states(const Problem& p, int64_t n, int64_t
   count = chunks > p.grid.segment_chunks ? blocks_of(chunks, each) : 0;
 }
 
-// What block number `block` of a scan does.
+// The work of block number `block` of a scan.
 __device__ __forceinline__ void scan_segments(const Problem& p, int64_t block, bool backwards) {
   const int matrix = p.K * p.V, blocks = blocks_of(matrix, kThreads * kEach);
   const int64_t index = block / blocks;
@@ -88,7 +89,7 @@ __device__ __forceinline__ void scan_segments(const Problem& p, int64_t block, b
   }
 }
 
-// Blocks of either scan.
+// The number of blocks of one scan.
 int64_t scan_blocks(const Problem& p) {
   const int64_t sequences = p.grid.packed ? most_followed(p.grid, p.grid.N) : p.grid.N;
   return sequences * p.H * blocks_of(p.K * p.V, kThreads * kEach);

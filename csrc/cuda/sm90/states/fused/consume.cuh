@@ -1,7 +1,7 @@
-// What a consumer of states/fused does. Its loop has twins: states/prepared.cu, which takes the
-// factors from memory, stores scaled tiles by bulk stores and serves both sweeps; and
-// states/cluster.cu, which meets chunks of two blocks and has no shared memory left for the state.
-// They differ in every line but the product.
+// The consumer of states/fused. Two other kernels have a similar loop, of which only the product is
+// the same: states/prepared.cu takes the factors from memory, stores scaled tiles by bulk stores
+// and serves both sweeps; states/cluster.cu reads chunks gated by two blocks and has no shared
+// memory left for the state.
 #pragma once
 
 #include "cuda/device/gates.cuh"
