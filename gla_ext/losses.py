@@ -49,22 +49,21 @@ class FusedCrossEntropyLoss(nn.Module):
         self.return_z_loss = return_z_loss
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        losses = cross_entropy_loss(
-            input,
-            target,
-            self.label_smoothing,
-            self.logit_scale,
-            self.lse_square_scale,
-            self.logit_softcapping,
-            self.ignore_index,
-            self.inplace_backward,
-        )
-        if self.reduction != "none":
-            losses = tuple(loss.sum() for loss in losses)
-        if self.reduction == "mean":
-            count = (target != self.ignore_index).sum()
-            losses = tuple(loss / count for loss in losses)
-        return losses if self.return_z_loss else losses[0]
+        options = (self.label_smoothing, self.logit_scale, self.lse_square_scale)
+        options += (self.logit_softcapping, self.ignore_index, self.inplace_backward)
+        return _reduced(cross_entropy_loss(input, target, *options), target, self)
+
+
+def _reduced(
+    losses: tuple[Tensor, Tensor], target: Tensor, options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """By the reduction, ignore_index and return_z_loss of a module as the one above, or FLA's."""
+    if options.reduction != "none":
+        losses = tuple(loss.sum() for loss in losses)
+    if options.reduction == "mean":
+        count = (target != options.ignore_index).sum()
+        losses = tuple(loss / count for loss in losses)
+    return losses if options.return_z_loss else losses[0]
 
 
 class FusedLinearCrossEntropyLoss(nn.Module):

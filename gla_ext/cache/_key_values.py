@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -193,14 +193,13 @@ def _put(old: Tensor, tokens: Tensor, index: Tensor, new: Tensor) -> Tensor:
 def tensors_in(entry: dict[str, Any]) -> list[Tensor]:
     """Those of a cache's entry."""
     found: list[Tensor] = []
-
-    def keep(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
-    for value in entry.values():
-        map_tensors(keep, value)
+    map_entry(lambda x: found.append(x) or x, entry)
     return found
+
+
+def map_entry(function: Callable[[Tensor], Tensor], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A cache's entry, every tensor passed through a function."""
+    return {key: map_tensors(function, entry[key]) for key in entry}
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_ext.cache._key_values import KeyValues, map_tensors
+from gla_ext.cache._key_values import KeyValues, map_entry
 from gla_ext.cache._past import Past
 
 
@@ -170,8 +170,7 @@ class GLACache:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         for entry in self.states:
-            for key, value in entry.items():
-                entry[key] = map_tensors(function, value)
+            entry |= map_entry(function, entry)
         if self._pending is not None:
             self._pending = function(self._pending)
         if self.past is not None:

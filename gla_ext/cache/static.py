@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_ext.cache._key_values import KeyValues, map_tensors, tensors_in
+from gla_ext.cache._key_values import KeyValues, map_entry, map_tensors, tensors_in
 from gla_ext.cache._rows import Checkpoints, Gathered
 from gla_ext.cache.states import GLACache
 
@@ -177,8 +177,7 @@ class StaticGLACache(GLACache):
             kept.longest = self.longest
         with torch.inference_mode(False):
             for layer_idx, entry in enumerate(self):
-                copies = {key: map_tensors(Tensor.clone, entry[key]) for key in entry}
-                cache.update(layer_idx=layer_idx, **copies, offset=offset)
+                cache.update(layer_idx=layer_idx, **map_entry(Tensor.clone, entry), offset=offset)
 
     @torch.no_grad()
     def update(

@@ -2,9 +2,8 @@
 
 torch.cuda.graph waits for the whole device first, which CUDA forbids while another thread captures,
 and takes the device's default generator into every capture (torch 2.11), after which no other
-thread may draw from it, nor replay a graph that has it, until the capture ends. Neither is needed.
-
-So the default generator has another state for the moment in which a capture here takes it.
+thread may draw from it, nor replay a graph that has it, until the capture ends. Neither is needed:
+the default generator has another state for the moment in which a capture here takes it.
 
 From the first capture here on, `know_captures` patches `torch.cuda.CUDAGraph`'s `capture_begin` and
 `capture_end`, for two reasons (torch 2.11):
@@ -124,12 +123,17 @@ class Graph:
         """Queues the step on the current stream."""
         self._owned[0].replay()
 
-    def begin(self, pool: tuple[int, int] | None) -> None:
-        """Begins to record what this thread queues on the current stream."""
+    @contextlib.contextmanager
+    def recording(self, pool: tuple[int, int] | None) -> Iterator[None]:
+        """Inside, what this thread queues on the current stream is recorded."""
         _begin(self._owned[0], pool)
-
-    def end(self) -> None:
-        """Ends that."""
+        try:
+            yield
+        except BaseException:
+            # The step's error is what went wrong. CUDA's, that the capture is broken, follows.
+            with contextlib.suppress(RuntimeError):
+                self._owned[0].capture_end()
+            raise
         self._owned[0].capture_end()
         _streams[self._owned[0]] = torch.cuda.current_stream().cuda_stream
 
@@ -178,42 +182,21 @@ def record(step: Callable[[], object], pool: tuple[int, int] | None = None) -> G
     """
     # While a capture is under way the allocator cannot give back what it caches.
     torch.cuda.empty_cache()
-    graph = Graph()
-    graph.begin(pool)
-    try:
-        draws = _draws(step)
-    except BaseException:
-        # The step's error is what went wrong. CUDA's, that the capture is broken, follows.
-        with contextlib.suppress(RuntimeError):
-            graph.end()
-        raise
-    graph.end()
+    graph, draws = Graph(), False
+    with graph.recording(pool):
+        try:
+            step()
+        except RuntimeError as error:
+            if _NOT_THE_GRAPHS not in str(error):
+                raise
+            draws = True  # and the step has stopped there
     return None if draws else graph
-
-
-def _draws(step: Callable[[], object]) -> bool:
-    """Whether a step that is being recorded draws random numbers, where it then stops."""
-    try:
-        step()
-    except RuntimeError as error:
-        if _NOT_THE_GRAPHS not in str(error):
-            raise
-        return True
-    return False
 
 
 def capture(
     step: Callable[[], object], device: torch.device, pool: tuple[int, int] | None = None
 ) -> Graph | None:
-    """A graph of a step on a stream of its own, after some that warm up what it calls.
-
-    Args:
-        step, pool: as in `record`.
-        device: where.
-
-    Returns:
-        As `record`.
-    """
+    """`record` on a stream of its own of the device, after steps that warm up what it calls."""
     with apart(device):
         for _ in range(WARMUPS):
             step()
@@ -221,10 +204,8 @@ def capture(
 
 
 class GraphsOnDemand(Generic[Key]):
-    """Graphs by a key: the first request finds none, the second one that is captured then.
-
-    Args:
-        capture: makes a key's graph, or None where there can be none.
+    """Graphs by a key: the first request finds none, the second one that is captured then, where
+    there can be one.
     """
 
     def __init__(self, capture: Callable[[Key], Graph | None]) -> None:
@@ -259,11 +240,7 @@ def apart(
     device: torch.device, stream: torch.cuda.Stream | None = None
 ) -> Iterator[torch.cuda.Stream]:
     """Inside, a step that is or will be recorded runs on a stream of its own, in order with the
-    current one; no other thread records.
-
-    Args:
-        device: where.
-        stream: one that an earlier call gave. Default: None (another `own_stream`).
+    current one: that of an earlier call, or another `own_stream`. No other thread records.
     """
     with one_at_a_time, torch.cuda.device(device), _without_autocast_cache():
         stream = own_stream() if stream is None else stream

@@ -25,19 +25,11 @@ _EXACT = frozenset(  # whose values are all there is to them
     {bool, int, str, bytes, complex, type(None), type(...), range}
     | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
 )
-_SEQUENCES = frozenset({list, tuple})
-_SETS = frozenset({set, frozenset})
-_DICTS = frozenset({dict, OrderedDict})
-_TENSORS = frozenset({Tensor, nn.Parameter})
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_OWNERS = (types.NoneType, types.ModuleType, type)  # of builtins that hold no values
 _MOST_HOST_VALUES = 16  # of a tensor that a step reads on the host
 _DEEPEST = 8  # of lists in lists; also the end of a list that holds itself
 
-# What nn.Module has of its own: read by a call, or by none.
-_TENSORS_BY_NAME = ("_parameters", "_buffers")
-_BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
-_FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_OF_CALLS = ("_modules", *_TENSORS_BY_NAME, *_BACKWARD_HOOKS, *_FORWARD_HOOKS)
+# What nn.Module has of its own: of it a call reads modules, tensors and hooks.
 _OF_NN_MODULE = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}
 
 
@@ -103,9 +95,9 @@ class _Key:
     """The part of the key that a model's modules make."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = {id(model): model}  # as model.modules(), which takes longer
+        self._modules = {id(model): model}
         waiting = [model]
-        while waiting:
+        while waiting:  # as model.modules(), which takes longer
             for child in waiting.pop()._modules.values():
                 if child is not None and id(child) not in self._modules:
                     self._modules[id(child)] = child
@@ -116,9 +108,8 @@ class _Key:
     def modules(self) -> list[Any]:
         # One flat list: thousands of small ones would set off the garbage collector.
         every = torch.nn.modules.module
-        found: list[Any] = []
-        for hooks in (every._global_forward_pre_hooks, every._global_forward_hooks):
-            found.append(self._value(dict(hooks)))
+        hooks = (every._global_forward_pre_hooks, every._global_forward_hooks)
+        found = [self._value(dict(x)) for x in hooks]
         for module in self._modules.values():
             self._module(module, found)
         return found
@@ -132,45 +123,37 @@ class _Key:
             if name not in _OF_NN_MODULE:
                 kind = type(value)
                 found += name, kind, value if kind in _EXACT else self._value(value)
-        for group in _OF_CALLS:
-            if not (members := state[group]):
-                continue
-            found.append(group)
-            if group == "_modules":
-                for name, child in members.items():
-                    found += name, id(child)
-            elif group in _TENSORS_BY_NAME:
-                for name, x in members.items():
-                    found.append(name)
-                    found += (None,) if x is None else self._tensor(x)
-            elif group in _BACKWARD_HOOKS:  # which do nothing here, but what has one is called
-                found += members
-            else:
-                found.append(self._value(members))  # their numbers, which no two have, too
+        if children := state["_modules"]:
+            found += *children, *map(id, children.values())
+        for tensors in (state["_parameters"], state["_buffers"]):
+            for name, x in tensors.items():
+                found.append(name)
+                found += (None,) if x is None else self._tensor(x)
+        for hooks in (state["_forward_pre_hooks"], state["_forward_hooks"]):
+            found.append(self._value(hooks) if hooks else None)
+        # Their numbers: they do nothing here, but a module that has one is called.
+        found += *state["_backward_pre_hooks"], *state["_backward_hooks"]
         compiled = module._compiled_call_impl
         found.append(None if compiled is None else weakref.ref(compiled))
 
     def _class(self, kind: type) -> list[Any]:
         """A module's type, and all that its classes define by now."""
         found: list[Any] = [weakref.ref(kind)]
-        for owner in kind.__mro__:
-            if owner is object:
-                break
+        for owner in kind.__mro__[:-1]:  # but object
             members = vars(owner)
             if members.get("__slots__"):
                 raise _UnknownError  # values that vars() of an instance does not show
             for name, value in members.items():
-                if name.startswith("__") and name not in ("__call__", "__getattr__"):
-                    continue
-                found += name, self._member(value)
+                if not name.startswith("__") or name in ("__call__", "__getattr__"):
+                    found += name, self._member(value)
         return found
 
     def _member(self, value: Any) -> Any:
         """What a class defines: a function, whatever it closes over, by identity."""
+        if isinstance(value, (classmethod, staticmethod)):
+            value = value.__func__
         if isinstance(value, types.FunctionType):
             return weakref.ref(value)
-        if isinstance(value, (classmethod, staticmethod)):
-            return weakref.ref(value.__func__)
         try:
             return type(value), self._value(value)
         except _UnknownError:
@@ -185,15 +168,12 @@ class _Key:
             return kind, value.hex()  # tells -0.0 from 0.0, and knows a NaN again
         if depth > _DEEPEST:
             raise _UnknownError
-        if kind in _SEQUENCES:
+        if kind in (list, tuple):
             return kind, [self._value(x, depth + 1) for x in value]
-        if kind in _DICTS:
-            pairs = [
-                (self._value(k, depth + 1), self._value(v, depth + 1)) for k, v in value.items()
-            ]
-            return kind, pairs
-        if kind in _SETS:
-            return kind, sorted(map(repr, (self._value(x, depth + 1) for x in value)))
+        if kind in (dict, OrderedDict):
+            return kind, self._value([*value], depth), self._value([*value.values()], depth)
+        if kind in (set, frozenset):
+            return kind, sorted(map(repr, self._value([*value], depth)[1]))
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, enum.Enum):
@@ -201,8 +181,7 @@ class _Key:
         if isinstance(value, type):
             return weakref.ref(value)
         if kind is functools.partial:
-            parts = (value.func, value.args, value.keywords)
-            return kind, [self._value(x, depth + 1) for x in parts]
+            return kind, self._value([value.func, value.args, value.keywords], depth)
         if isinstance(value, nn.Module) and id(value) in self._modules:
             return id(value)  # its own entry tells the rest
         if kind is types.MethodType and id(value.__self__) in self._modules:
@@ -217,23 +196,21 @@ class _Key:
         Raises:
             _UnknownError: what holds values of its own, as a closure and a bound method do.
         """
-        kind = type(function)
+        kind, owner = type(function), getattr(function, "__self__", None)
         if kind is types.FunctionType and function.__closure__ is None:
-            defaults = (function.__defaults__, function.__kwdefaults__)
-            return weakref.ref(function), [self._value(x, depth + 1) for x in defaults]
-        if kind is types.BuiltinFunctionType:
-            owner = function.__self__
-            if owner is None or isinstance(owner, (types.ModuleType, type)):
-                return id(owner), function.__name__
-        if kind is types.MethodType and isinstance(function.__self__, type):
-            return weakref.ref(function.__func__), weakref.ref(function.__self__)
-        if isinstance(function, _OPERATORS):
+            defaults = [function.__defaults__, function.__kwdefaults__]
+            return weakref.ref(function), self._value(defaults, depth)
+        if kind is types.BuiltinFunctionType and isinstance(owner, _OWNERS):
+            return id(owner), function.__name__
+        if kind is types.MethodType and isinstance(owner, type):
+            return weakref.ref(function.__func__), weakref.ref(owner)
+        if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             return str(function)
         raise _UnknownError
 
     def _tensor(self, x: Tensor) -> tuple[Any, ...]:
         """Where a tensor lies; the values of one that a step would read on the host."""
-        if type(x) not in _TENSORS or x.layout is not torch.strided:
+        if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided:
             raise _UnknownError  # its memory may be elsewhere
         if x.device == self._device or x.is_cuda:
             return x.data_ptr(), x.dtype, x.shape, x.stride()
@@ -247,11 +224,8 @@ def _is_configuration(value: Any) -> bool:
     transformers.
     """
     if dataclasses.is_dataclass(value):
-        return hasattr(value, "__dict__") and not any(
-            vars(owner).get("__slots__") for owner in type(value).__mro__
-        )
+        slots = (vars(owner).get("__slots__") for owner in type(value).__mro__)
+        return hasattr(value, "__dict__") and not any(slots)
     transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return False
-    names = ("PretrainedConfig", "GenerationConfig")
-    return isinstance(value, tuple(getattr(transformers, name) for name in names))
+    kinds = ("PretrainedConfig", "GenerationConfig") if transformers is not None else ()
+    return isinstance(value, tuple(getattr(transformers, kind) for kind in kinds))

@@ -120,14 +120,10 @@ class DecodeLoop:
                 ).logits.flatten(0, 1)
             found.append(logits[: segment.ended])
         tokens, largest = self._choose(torch.cat(found) if len(found) > 1 else found[0])
-        if rows is None:
-            self.tokens.copy_(tokens)
-            self.sums.copy_(largest)
-            self.done.copy_(self.ends[tokens])
-        else:
-            self.tokens.index_copy_(0, rows, tokens)
-            self.sums.index_copy_(0, rows, largest.float())
-            self.done.index_copy_(0, rows, self.ends[tokens])
+        chosen = slice(None) if rows is None else rows
+        self.tokens[chosen] = tokens
+        self.sums[chosen] = largest.float()
+        self.done[chosen] = self.ends[tokens]
         self.cache.skip_done()
         self.cache.longest = max(others, before + max(prompts.lengths))
         return tokens

@@ -14,6 +14,7 @@ from gla_ext.decode._prompts import SEGMENT_TOKENS, Prompts, check_segment_token
 from gla_ext.decode._stamp import Stamp
 from gla_ext.decode.language_model import LanguageModel
 from gla_ext.decode.sampling import Sampling, read_end_tokens
+from gla_ext.layers._options import check_sizes
 from gla_ext.layers.attention import Attention
 
 
@@ -78,8 +79,7 @@ class Decoder:
         cuda_graph: bool | None = None,
         compiled: bool = False,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"Decoder: expected batch_size to be at least 1, got {batch_size}")
+        check_sizes("Decoder", batch_size=batch_size)
         sampling = Sampling(temperature, top_k, top_p)
         self.end_tokens = read_end_tokens(eos_token_id, model.config.vocab_size)
         if compiled and any(isinstance(module, Attention) for module in model.modules()):

@@ -14,7 +14,7 @@ from gla_ext.decode._loop import device_of
 from gla_ext.decode._prompts import SEGMENT_TOKENS, Prompts, check_segment_tokens, read_prompts
 from gla_ext.decode.decoder import Decoder, uses_graph
 from gla_ext.decode.language_model import LanguageModel
-from gla_ext.decode.sampling import Sampling, is_int, read_end_tokens
+from gla_ext.decode.sampling import Sampling, check_int, read_end_tokens
 
 STEPS_BETWEEN_LOOKS = 16  # at which rows are done; a look makes the host wait for the GPU
 # What a decoder has too, of a call that names none of it: temperature, top_k, top_p, eos_token_id,
@@ -208,12 +208,7 @@ def _check_options(
     temperature, top_k, top_p, eos_token_id, _, cuda_graph = options
     Sampling(temperature, top_k, top_p)
     read_end_tokens(eos_token_id, model.config.vocab_size)
-    if not is_int(max_new_tokens):
-        raise TypeError(f"generate: expected max_new_tokens to be an int, got {max_new_tokens!r}")
-    if max_new_tokens < 0:
-        raise ValueError(
-            f"generate: expected max_new_tokens to be at least 0, got {max_new_tokens}"
-        )
+    check_int("generate", "max_new_tokens", max_new_tokens, 0)
     check_segment_tokens(segment_tokens)
     uses_graph(model, cuda_graph)
     if decoder is not None and options != _UNNAMED:
@@ -237,11 +232,12 @@ def _read(
     decoder: Decoder | None,
 ) -> tuple[Prompts, Tensor | list[Tensor]]:
     """The prompts, behind the tokens that wait in the cache; raises what `generate` documents."""
-    if cache is None:
-        first = None
-    elif isinstance(cache, StaticGLACache) or not isinstance(cache, GLACache):
-        raise TypeError(f"generate: expected past_key_values to be a GLACache, got {type(cache)}")
-    else:
+    first = None
+    if cache is not None:
+        if isinstance(cache, StaticGLACache) or not isinstance(cache, GLACache):
+            raise TypeError(
+                f"generate: expected past_key_values to be a GLACache, got {type(cache)}"
+            )
         first = cache.pending
     vocab_size = model.config.vocab_size
     prompts, given = read_prompts(input_ids, attention_mask, device_of(model), vocab_size, first)

@@ -24,22 +24,21 @@ class Sampling:
             raise TypeError(
                 f"generate: expected temperature to be a number, got {self.temperature!r}"
             )
-        if self.top_k is not None and not is_int(self.top_k):
-            raise TypeError(f"generate: expected top_k to be an int or None, got {self.top_k!r}")
-        if self.top_p is not None and not isinstance(self.top_p, SupportsFloat):
-            raise TypeError(f"generate: expected top_p to be a number or None, got {self.top_p!r}")
         if not self.temperature >= 0:
             raise ValueError(
                 f"generate: expected temperature to be at least 0, got {self.temperature}"
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"generate: expected top_k to be at least 1, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"generate: expected top_p to be in (0, 1], got {self.top_p}")
         # A number of torch's must be a plain one: `distribution` takes a tensor as one of each row.
         if self.top_k is not None:
+            check_int("generate", "top_k", self.top_k, 1, "an int or None")
             object.__setattr__(self, "top_k", operator.index(self.top_k))
         if self.top_p is not None:
+            if not isinstance(self.top_p, SupportsFloat):
+                raise TypeError(
+                    f"generate: expected top_p to be a number or None, got {self.top_p!r}"
+                )
+            if not 0 < self.top_p <= 1:
+                raise ValueError(f"generate: expected top_p to be in (0, 1], got {self.top_p}")
             object.__setattr__(self, "top_p", float(self.top_p))
 
     @property
@@ -63,6 +62,14 @@ def is_int(value: object) -> bool:
     except TypeError:
         return False
     return not isinstance(value, bool)
+
+
+def check_int(owner: str, name: str, value: object, least: int, kind: str = "an int") -> None:
+    """Raises TypeError for what is no int, called `kind`, and ValueError for one below `least`."""
+    if not is_int(value):
+        raise TypeError(f"{owner}: expected {name} to be {kind}, got {value!r}")
+    if value < least:
+        raise ValueError(f"{owner}: expected {name} to be at least {least}, got {value}")
 
 
 def read_end_tokens(

@@ -68,13 +68,8 @@ class Cut:
 def cut_text(
     offsets: Sequence[int], lengths: Sequence[int], rank: int, device: torch.device | None
 ) -> Cut:
-    """A rank's cut.
-
-    Args:
-        offsets: of the sequences in the whole text.
-        lengths: tokens of every rank.
-        rank: whose cut.
-        device: of cu_seqlens; None where each row of the batch is one sequence.
+    """A rank's cut, from the offsets of the sequences in the whole text; device is that of
+    cu_seqlens, None where each row of the batch is one sequence.
     """
     starts = [sum(lengths[:r]) for r in range(len(lengths) + 1)]
     start, end = starts[rank : rank + 2]

@@ -18,13 +18,8 @@ def compare(context: Any, op: str, key: tuple, facts: Callable[[], dict[str, Any
 
     Every rank must come here, or none: it is a collective call. Nothing is compared in graphs.
 
-    Args:
-        op: the operator's name, for messages.
-        key: what the facts follow from.
-        facts: makes them, by name, readable as text.
-
-    Raises:
-        ValueError: a rank has others; every rank raises it, and names the first that differs.
+    The facts, by name and readable as text, follow from the key. Raises ValueError where a rank has
+    others; every rank raises it, and names the first that differs.
     """
     key = (op, key)
     if context.size == 1 or torch.compiler.is_compiling() or key in context._compared:

@@ -22,14 +22,9 @@ def convolve_with_context(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-    """`LocalContext.convolve` of this rank's tokens; one small all-gather for all of them.
-
-    Args:
-        context: the `CPContext`.
-        caches: read where a sequence begins on this rank.
-
-    Returns:
-        The outputs; and the caches, 0 in rows of sequences that go on after this rank, or None.
+    """`LocalContext.convolve` of this rank's tokens; one small all-gather for all of them. Caches
+    are read where a sequence begins on this rank, and returned as 0 in rows of those that go on
+    after it; context is the `CPContext`.
     """
     x = inputs[0]
     cut = context.cut(x.shape[1], x.device)

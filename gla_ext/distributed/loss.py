@@ -13,10 +13,8 @@ from gla_ext.ops._context import goes_on
 
 
 def mean_over_ranks(context: Any, total: Tensor, count: Tensor | int, counted_here: bool) -> Tensor:
-    """`LocalContext.mean` on every rank, of the sum over this rank's tokens.
-
-    Returns:
-        The mean over all ranks. Its gradients are for what averages gradients over the group.
+    """`LocalContext.mean` of all ranks, on every one, from the sum over this rank's tokens. Its
+    gradients are for what averages gradients over the group.
     """
     if counted_here:
         count = all_sum(count, context.group_name)
@@ -24,11 +22,7 @@ def mean_over_ranks(context: Any, total: Tensor, count: Tensor | int, counted_he
 
 
 def next_labels(labels: Tensor, context: Any) -> Tensor:
-    """The label that follows each token, `[B, T]`; -100 after the last of a sequence.
-
-    Args:
-        labels: this rank's own, unshifted; the label across a cut is fetched.
-    """
+    """`LocalContext.next_labels` of this rank's own labels; the one across a cut is fetched."""
     T = labels.shape[1]
     cut = context.cut(T, labels.device)
     none = labels.new_full((labels.shape[0], 1), IGNORE_INDEX)

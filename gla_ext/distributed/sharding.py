@@ -34,10 +34,8 @@ def attend_on_shards(
     state is `Partial()`.
 
     Args:
-        op: its name.
         function: takes tokens' names, `initial_state` and `cu_seqlens`, gives o and a state.
         tokens: q first, by name.
-        state: initial_state.
         cp_context: how the tokens are cut. Default: they are not.
 
     Raises:
@@ -77,7 +75,8 @@ def attend_on_shards(
         if t is None:
             return None
         for role, dim in dims.items():
-            _check_divides(op, name, t, role, dim, mesh, [found == role for found in roles])
+            sharded = [found == role for found in roles]
+            _check_divides(f"{op}: expected {role} of {name}", t, dim, mesh, sharded)
         # A state's gradient is one rank's, of those that have it whole.
         return t.redistribute(placements=placements(dims)).to_local(
             grad_placements=placements(dims, summed=True)
@@ -107,10 +106,8 @@ def step_on_shards(
     redistributed.
 
     Args:
-        op: its name.
         function: takes tokens, state and rows by name; gives o or None.
         rows: int tensors `[B]`, plain ones the same on every rank, and offsets of packed tokens.
-        out: refused, unless it is None.
 
     Raises:
         NotImplementedError: other placements of the first or of the pool, plain tensors among
@@ -136,8 +133,9 @@ def step_on_shards(
             f"{op}: expected state to lie as {name}, {', '.join(map(str, expected))}, got "
             f"{', '.join(map(str, state.placements))}; redistribute it once, it is written in place"
         )
+    cut = [p != Replicate() for p in of_tokens]
     for label, t, dim in (*((n, t, 2) for n, t in tokens.items()), ("state", state, 1)):
-        _check_divides(op, label, t, "heads", dim, mesh, [p != Replicate() for p in of_tokens])
+        _check_divides(f"{op}: expected heads of {label}", t, dim, mesh, cut)
     local = {
         n: None if t is None else t.redistribute(placements=of_tokens).to_local()
         for n, t in tokens.items()
@@ -153,17 +151,11 @@ def replicated(t: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _check_divides(
-    op: str,
-    name: str,
-    t: Tensor | None,
-    role: str,
-    dim: int,
-    mesh: DeviceMesh,
-    sharded: Sequence[bool],
+    what: str, t: Tensor | None, dim: int, mesh: DeviceMesh, sharded: Sequence[bool]
 ) -> None:
     for size, cut in zip(mesh.shape, sharded, strict=True):
         if t is not None and cut and t.shape[dim] % size:
             raise NotImplementedError(
-                f"{op}: expected {role} of {name} to be a multiple of the mesh's {size}, got "
-                f"{t.shape[dim]}; redistribute it to Replicate()"
+                f"{what} to be a multiple of the mesh's {size}, got {t.shape[dim]}; redistribute "
+                "it to Replicate()"
             )

@@ -24,6 +24,7 @@ from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
 from gla_ext.layers.swiglu import swiglu_linear
 from gla_ext.model.blocks import GLAMLP
 from gla_ext.ops._collectives import first_row, sum_gradients, sum_over_ranks
+from gla_ext.ops._sharding import contiguous_strides
 
 _CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "g_proj", *_CONVOLUTIONS)
@@ -150,13 +151,8 @@ class HeadsParallel(_Style):
             _hold(module, device_mesh, {"bias": None})
             self._apply(module.attention, device_mesh)
             return module
-        size = device_mesh.size()
-        for name in ("num_heads", "num_kv_heads"):
-            if getattr(module, name) % size:
-                raise ValueError(
-                    f"HeadsParallel: expected {name} to be a multiple of the mesh's size {size}, "
-                    f"got {getattr(module, name)}"
-                )
+        heads = {name: getattr(module, name) for name in ("num_heads", "num_kv_heads")}
+        _check_divides("HeadsParallel", device_mesh, **heads)
         for name in _BY_ROWS:
             child = getattr(module, name, None)
             if child is not None:
@@ -176,12 +172,7 @@ class MLPParallel(_Style):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.checked(module)
-        size, width = device_mesh.size(), module.gate_proj.out_features
-        if width % size:
-            raise ValueError(
-                f"MLPParallel: expected intermediate_size to be a multiple of the mesh's size "
-                f"{size}, got {width}"
-            )
+        _check_divides("MLPParallel", device_mesh, intermediate_size=module.gate_proj.out_features)
         for name, dim in zip(_MLP, (0, 0, 1), strict=True):
             _hold(getattr(module, name), device_mesh, {"weight": dim})
 
@@ -193,10 +184,8 @@ class MLPParallel(_Style):
 
 
 class VocabularyParallel(_Style):
-    """Embeddings or lm_head: each rank has rows of the vocabulary.
-
-    Args:
-        loss_parallel: see `tensor_parallel_plan`. Default: False.
+    """Embeddings or lm_head: each rank has rows of the vocabulary. loss_parallel, default False, is
+    as in `tensor_parallel_plan`.
     """
 
     kinds = (nn.Embedding, nn.Linear)
@@ -210,10 +199,17 @@ class VocabularyParallel(_Style):
         _hold(module, device_mesh, {"weight": 0})
         group_name = device_mesh.get_group().group_name
         if isinstance(module, nn.Embedding):
-            _subclass(module, {"forward": _embed(device_mesh, group_name)})
-        else:
-            _subclass(module, {"forward": _logits(device_mesh, group_name, self.loss_parallel)})
-        return module
+            return _subclass(module, {"forward": _embed(device_mesh, group_name)})
+        return _subclass(module, {"forward": _logits(device_mesh, group_name, self.loss_parallel)})
+
+
+def _check_divides(owner: str, mesh: DeviceMesh, **sizes: int) -> None:
+    for name, n in sizes.items():
+        if n % mesh.size():
+            raise ValueError(
+                f"{owner}: expected {name} to be a multiple of the mesh's size {mesh.size()}, got "
+                f"{n}"
+            )
 
 
 def _embed(mesh: DeviceMesh, group_name: str) -> Any:
@@ -235,17 +231,8 @@ def _logits(mesh: DeviceMesh, group_name: str, loss_parallel: bool) -> Any:
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
         local = F.linear(sum_gradients(x, group_name), self.weight)
         shape = (*local.shape[:-1], self.out_features)
-        strides = [1]
-        for n in reversed(shape[1:]):
-            strides.insert(0, strides[0] * n)
-        logits = DTensor.from_local(
-            local,
-            mesh,
-            [Shard(local.ndim - 1)],
-            run_check=False,
-            shape=shape,
-            stride=tuple(strides),
-        )
+        whole = {"run_check": False, "shape": shape, "stride": contiguous_strides(shape)}
+        logits = DTensor.from_local(local, mesh, [Shard(local.ndim - 1)], **whole)
         if loss_parallel and self.training:
             return logits
         return logits.full_tensor(grad_placements=[Replicate()])
@@ -271,10 +258,8 @@ def _hold(
     module: nn.Module, mesh: DeviceMesh, dims: dict[str, int | None], partial: bool = False
 ) -> None:
     """Makes parameters DTensors, sharded by a dimension or replicated, of which the module's own
-    code sees this rank's part.
-
-    Args:
-        partial: the part's gradient is that of this rank's heads alone; the ranks' are summed.
+    code sees this rank's part; `partial`: whose gradient is that of this rank's heads alone, and
+    the ranks' are summed.
     """
     group_name = mesh.get_group().group_name
     properties = {}
@@ -317,12 +302,3 @@ def _subclass(module: nn.Module, members: dict[str, Any]) -> nn.Module:
     cls = type(module)
     module.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **members})
     return module
-
-
-__all__ = [
-    "HeadsParallel",
-    "MLPParallel",
-    "Replicated",
-    "VocabularyParallel",
-    "tensor_parallel_plan",
-]

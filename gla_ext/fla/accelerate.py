@@ -129,7 +129,8 @@ def _run(
         _warn_once(name, why_not)
         return _originals[name](*operands, **gates, **arguments, **ignored, **unknown)
     if state is not None:  # FLA reads it in any dtype
-        pair = tuple(x if x is None else x.to(_state_dtype(q)) for x in pair)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        pair = tuple(x if x is None else x.to(wide) for x in pair)
         arguments["initial_state"] = pair if isinstance(state, tuple) else pair[0]
     return _call(ours, *operands, **gates, **arguments, **unknown)
 
@@ -137,14 +138,13 @@ def _run(
 def _swiglu(x: Tensor, y: Tensor) -> Tensor:
     """`fla.modules.activations.swiglu`, on gla_ext where FLA's kernel cannot serve."""
     ours = needs_torch(x) and _has_kernels(x)
-    return swiglu.swiglu(x, y) if ours else _originals["swiglu"](x, y)
+    return (swiglu.swiglu if ours else _originals["swiglu"])(x, y)
 
 
 def _swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`fla.modules.activations.swiglu_linear`, likewise."""
-    if needs_torch(x) and _has_kernels(x):
-        return swiglu.swiglu_linear(x, y, weight, bias)
-    return _originals["swiglu_linear"](x, y, weight, bias)
+    ours = needs_torch(x) and _has_kernels(x)
+    return (swiglu.swiglu_linear if ours else _originals["swiglu_linear"])(x, y, weight, bias)
 
 
 _REPLACEMENTS = {
@@ -245,7 +245,15 @@ def _why_not(
             return f"a gate in {gate.dtype} beside q in {dtype}"
     if cu_seqlens is not None and cu_seqlens.dtype not in (torch.int32, torch.int64):
         return f"cu_seqlens in {cu_seqlens.dtype}"
-    return None if on_cpu else _why_not_on_cuda(q, v)
+    if on_cpu:
+        return None
+    if _has_no_cuda:
+        return "CUDA in this build of gla_ext"
+    if device.index in _old_gpus:
+        return "a GPU below compute capability 8.0"
+    if max(q.shape[-1], v.shape[-1]) > _MAX_CUDA_SIZE:
+        return f"K or V above {_MAX_CUDA_SIZE}"
+    return None
 
 
 def _has_kernels(x: Tensor) -> bool:
@@ -255,27 +263,12 @@ def _has_kernels(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _why_not_on_cuda(q: Tensor, v: Tensor) -> str | None:
-    """What of a call on CUDA this build's kernels do not support, or None."""
-    if _has_no_cuda:
-        return "CUDA in this build of gla_ext"
-    if q.device.index in _old_gpus:
-        return "a GPU below compute capability 8.0"
-    if q.shape[-1] > _MAX_CUDA_SIZE or v.shape[-1] > _MAX_CUDA_SIZE:
-        return f"K or V above {_MAX_CUDA_SIZE}"
-    return None
-
-
 _has_no_cuda = _C.build_info()["cuda"] is None
 
 
 def _fits(x: Tensor, q: Tensor) -> bool:
     """Whether the operators take a gate or a state of x's dtype beside q."""
     return x.dtype in (_FLOATS if q.dtype in _FLOATS else (q.dtype,))
-
-
-def _state_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _call(operator: Callable, q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

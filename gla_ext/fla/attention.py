@@ -92,16 +92,13 @@ def _rotary_forward(original: Callable) -> Callable:
     ) -> tuple[Tensor, Tensor]:
         if self.interleaved or self.scale is not None or not needs_torch(q):
             return original(self, q, k, seqlen_offset, cu_seqlens, max_seqlen, *args, **kwargs)
-        positions = torch.arange(q.shape[1], device=q.device)
+        positions, offset = torch.arange(q.shape[1], device=q.device), seqlen_offset
         if cu_seqlens is not None:
             of = sequence_of(cu_seqlens, q.shape[1])
             positions = positions - cu_seqlens[of]
-            offset = seqlen_offset[of] if isinstance(seqlen_offset, Tensor) else seqlen_offset
-            positions = positions + offset
-        elif isinstance(seqlen_offset, Tensor):
-            positions = positions + seqlen_offset.unsqueeze(-1)
-        else:
-            positions = positions + seqlen_offset
-        return tuple(rotary_embedding(x, positions, self.base) for x in (q, k))
+            offset = offset[of] if isinstance(offset, Tensor) else offset
+        elif isinstance(offset, Tensor):
+            offset = offset.unsqueeze(-1)
+        return tuple(rotary_embedding(x, positions + offset, self.base) for x in (q, k))
 
     return forward

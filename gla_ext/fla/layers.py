@@ -13,14 +13,14 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gla_ext.fla import _context, activations, attention, generation, losses
 from gla_ext.fla.activations import needs_torch
-from gla_ext.layers._history import pack, packed_slots, unpack, valid_tokens
+from gla_ext.layers._history import Padding
 from gla_ext.layers.norms import plain_rms_norm, rms_norm, rms_norm_residual
 from gla_ext.layers.short_convolution import causal_convolution
 from gla_ext.ops._door import in_graphs
@@ -136,11 +136,9 @@ def _norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> 
             return (y, total) if prenorm else y
         total = _wide(x) if residual is None else _wide(x) + _wide(residual)
         y = plain_rms_norm(total, self.weight, self.eps).to(x.dtype)
-        if not prenorm:
-            return y
-        if residual is None:
-            return y, total.to(torch.float32 if residual_in_fp32 else x.dtype)
-        return y, total.to(residual.dtype)
+        dtype = torch.float32 if residual_in_fp32 else x.dtype
+        dtype = dtype if residual is None else residual.dtype
+        return (y, total.to(dtype)) if prenorm else y
 
     # Compiled, plain operations are fused with what is beside them.
     return in_graphs(partial(forward, False), partial(forward, True))
@@ -177,62 +175,39 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class _Packing(NamedTuple):
-    """What stands for FLA's `indices`, the positions of valid tokens, whose number is data."""
-
-    slots: Tensor  # [B * T]
-    valid: Tensor  # [B, T]
-
-
-def _packing(attention_mask: Tensor, q_len: int) -> tuple[_Packing, Tensor]:
-    """The packing of a mask's last q_len columns, and the offsets of its sequences."""
-    valid = valid_tokens(attention_mask, attention_mask.shape[0], q_len)
-    slots, cu_seqlens = packed_slots(valid)
-    return _Packing(slots, valid), cu_seqlens
-
-
-def _packed(x: Tensor, packing: _Packing) -> Tensor:
-    """`[B, T, D]` to `[1, B * T, D]`."""
-    # Masked first, so that a NaN in a padded token reaches no weight's gradient.
-    return pack(x.masked_fill(~packing.valid.unsqueeze(-1), 0), packing.slots)
-
-
-def _unpacked(row: Tensor, packing: _Packing) -> Tensor:
-    """`[1, B * T, D]` to `[B, T, D]`, 0 where there is padding."""
-    x = unpack(row, packing.slots, *packing.valid.shape)
-    return x.masked_fill(~packing.valid.unsqueeze(-1), 0)
-
-
+# In graphs a `Padding` stands for FLA's `indices`, the positions of valid tokens, whose number is
+# data.
 def _unpad_hidden_states(original: Callable) -> Callable:
-    """Of FLA 0.6.0: rows, packing and offsets from padded hidden states."""
+    """Of FLA 0.6.0: a row, the padding and offsets from padded hidden states."""
 
     def unpad_hidden_states(
         hidden_states: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, q_len: int
     ) -> tuple[Tensor, Any, Tensor | None]:
         if cu_seqlens is not None or attention_mask is None:
             return original(hidden_states, cu_seqlens, attention_mask, q_len)
-        packing, cu_seqlens = _packing(attention_mask, q_len)
-        return _packed(hidden_states, packing), packing, cu_seqlens
+        padding = Padding.of(attention_mask, attention_mask.shape[0], q_len)
+        return padding.pack(hidden_states), padding, padding.cu_seqlens
 
     return in_graphs(unpad_hidden_states, original)
 
 
 def _get_unpad_data(original: Callable) -> Callable:
-    """Of FLA 0.5.2: the packing and the offsets; the longest length, which the layer drops."""
+    """Of FLA 0.5.2: the padding and the offsets; the longest length, which the layer drops."""
 
     def get_unpad_data(attention_mask: Tensor) -> tuple[Any, Tensor, int | None]:
-        return *_packing(attention_mask, attention_mask.shape[1]), None
+        padding = Padding.of(attention_mask, *attention_mask.shape)
+        return padding, padding.cu_seqlens, None
 
     return in_graphs(get_unpad_data, original)
 
 
-def _on_packing(ours: Callable) -> Callable:
-    """Replaces a function of tokens and indices by ours, where the indices are a `_Packing`."""
+def _on_padding(ours: Callable) -> Callable:
+    """Replaces a function of tokens and indices by ours, where the indices are a `Padding`."""
 
     def make(original: Callable) -> Callable:
         def function(x: Tensor, indices: Any, *sizes: int) -> Tensor:
-            if isinstance(indices, _Packing):
-                return ours(x, indices)
+            if isinstance(indices, Padding):
+                return ours(indices, x)
             return original(x, indices, *sizes)
 
         return function
@@ -243,8 +218,8 @@ def _on_packing(ours: Callable) -> Callable:
 _UNPADDING = {
     "get_unpad_data": _get_unpad_data,
     # The first two, of FLA 0.5.2, have tokens [B * T, D] in a row.
-    "index_first_axis": _on_packing(lambda x, p: _packed(x.unflatten(0, p.valid.shape), p)[0]),
-    "pad_input": _on_packing(lambda x, p: _unpacked(x.unsqueeze(0), p)),
-    "repad_hidden_states": _on_packing(_unpacked),
+    "index_first_axis": _on_padding(lambda p, x: p.pack(x.unflatten(0, p.valid.shape))[0]),
+    "pad_input": _on_padding(lambda p, x: p.unpack(x.unsqueeze(0))),
+    "repad_hidden_states": _on_padding(Padding.unpack),
     "unpad_hidden_states": _unpad_hidden_states,
 }

@@ -12,7 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gla_ext.losses import plain_losses
+from gla_ext.losses import _reduced, plain_losses
 
 
 def replacements() -> list[tuple[Any, str, Callable]]:
@@ -32,14 +32,7 @@ def _forward(original: Callable) -> Callable:
         if input.device.type != "cpu" or self.process_group is not None:
             return original(self, input, target)
         losses = plain_losses(input, target, self, self.lse_square_scale)
-        if self.reduction == "none":
-            reduced = losses
-        elif self.reduction == "sum":
-            reduced = [x.sum() for x in losses]
-        else:
-            total = (target != self.ignore_index).sum()
-            reduced = [x.sum() / total for x in losses]
-        return tuple(reduced) if self.return_z_loss else reduced[0]
+        return _reduced(losses, target, self)
 
     return forward
 

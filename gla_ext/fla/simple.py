@@ -10,19 +10,13 @@ from torch import Tensor
 
 from gla_ext.ops import chunk, linear_attn, recurrent, simple_gla
 
-# Of operators with one gate a head, or none, which an FLA may have elsewhere.
+# Of operators with one gate a head, or none: a module as fla.ops.simple_gla.fused_chunk, though an
+# FLA may have it elsewhere.
 HOMES = {
-    "chunk_simple_gla": "fla.ops.simple_gla.chunk",
-    "fused_chunk_simple_gla": "fla.ops.simple_gla.fused_chunk",
-    "fused_recurrent_simple_gla": "fla.ops.simple_gla.fused_recurrent",
-    "chunk_retention": "fla.ops.retention.chunk",
-    "fused_chunk_retention": "fla.ops.retention.fused_chunk",
-    "fused_recurrent_retention": "fla.ops.retention.fused_recurrent",
-    "chunk_lightning_attn": "fla.ops.lightning_attn.chunk",
-    "fused_recurrent_lightning_attn": "fla.ops.lightning_attn.fused_recurrent",
-    "chunk_linear_attn": "fla.ops.linear_attn.chunk",
-    "fused_chunk_linear_attn": "fla.ops.linear_attn.fused_chunk",
-    "fused_recurrent_linear_attn": "fla.ops.linear_attn.fused_recurrent",
+    f"{form}_{name}": f"fla.ops.{name}.{form}"
+    for name in ("simple_gla", "retention", "lightning_attn", "linear_attn")
+    for form in ("chunk", "fused_chunk", "fused_recurrent")
+    if (form, name) != ("fused_chunk", "lightning_attn")
 }
 # Keywords of FLA's that say how its kernels go about it.
 _IGNORED = ("chunk_size", "cu_seqlens_cpu")

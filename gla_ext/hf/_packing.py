@@ -29,8 +29,7 @@ def starts_again(
         position_ids: `[B, T]` or `[1, T]`. Default of the models: None.
         seq_idx: likewise; beats position_ids.
         attention_mask: `[B, >= T]` of 0 (padding) and 1, or None.
-        B: number of rows.
-        T: number of tokens of a row.
+        B, T: number of rows, and of the tokens of each.
 
     Returns:
         bool `[B, T]`, or None where neither is given or a row is one token.
@@ -39,10 +38,7 @@ def starts_again(
         TypeError: position_ids or seq_idx that is no tensor.
         ValueError: another shape.
     """
-    if seq_idx is not None:
-        name, key = "seq_idx", seq_idx
-    else:
-        name, key = "position_ids", position_ids
+    name, key = ("position_ids", position_ids) if seq_idx is None else ("seq_idx", seq_idx)
     if key is None:
         return None
     if not isinstance(key, Tensor):

@@ -58,6 +58,3 @@ class GLAConfig(PretrainedConfig):
             ValueError: for sizes out of range.
         """
         return config.GLAConfig.from_dict({name: getattr(self, name) for name in _DEFAULTS})
-
-
-__all__ = ["GLAConfig"]

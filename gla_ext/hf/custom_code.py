@@ -56,6 +56,3 @@ def write_custom_code(model: PreTrainedModel, folder: str | Path) -> None:
     auto_map = getattr(model.config, "auto_map", None) or {}
     if f"{MODULE}.GLAConfig" in auto_map.values():
         (Path(folder) / f"{MODULE}.py").write_text(_SOURCE, encoding="utf-8")
-
-
-__all__ = ["add_custom_code"]

@@ -9,8 +9,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from gla_ext.cache import GLACache
-from gla_ext.hf._cache import CACHE, one_cache
-from gla_ext.hf._static_cache import CompiledStepsCache
+from gla_ext.hf._cache import CACHE, CompiledStepsCache, one_cache
 
 
 class GLAGenerationMixin(GenerationMixin):
@@ -32,33 +31,29 @@ class GLAGenerationMixin(GenerationMixin):
         first, and in assisted decoding one that goes back; with cache_implementation='static' one
         whose steps are compiled.
         """
-        if generation_config.cache_implementation == "static" and model_kwargs.get(CACHE) is None:
-            each = max(
-                generation_config.num_beams or 1, generation_config.num_return_sequences or 1
-            )
+        config = generation_config
+        if config.cache_implementation == "static" and model_kwargs.get(CACHE) is None:
+            each = max(config.num_beams or 1, config.num_return_sequences or 1)
             batch_size, max_length = args[:2]
             model_kwargs[CACHE] = CompiledStepsCache(each * batch_size, max_length)
             return
-        super()._prepare_cache_for_generation(
-            generation_config, model_kwargs, mode_or_assistant, *args
-        )
-        if not generation_config.use_cache:
+        super()._prepare_cache_for_generation(config, model_kwargs, mode_or_assistant, *args)
+        if not config.use_cache:
             return
         # transformers 5 says the mode here, 4 the assistant.
         assisted = (
             mode_or_assistant == GenerationMode.ASSISTED_GENERATION
             or isinstance(mode_or_assistant, PreTrainedModel)
-            or generation_config.prompt_lookup_num_tokens is not None
-            or generation_config.is_assistant
+            or config.prompt_lookup_num_tokens is not None
+            or config.is_assistant
         )
-        chunked = generation_config.prefill_chunk_size is not None
+        chunked = config.prefill_chunk_size is not None
         if (assisted or chunked) and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = GLACache()
         if assisted and isinstance(cache := model_kwargs.get(CACHE), GLACache):
             cache.activate_past_recording()
-            if generation_config.is_assistant:
-                # A draft, token by token, may be taken back whole.
-                cache.past.reach = max(cache.past.reach, generation_config.max_new_tokens or 0)
+            if config.is_assistant:  # a draft, token by token, may be taken back whole
+                cache.past.reach = max(cache.past.reach, config.max_new_tokens or 0)
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: transformers' continuous batching pages keys and values, and knows no states.
@@ -132,6 +127,3 @@ class GLAGenerationMixin(GenerationMixin):
             inputs["position_ids"] = position_ids[:, -T:]
         inputs |= {"past_key_values": past_key_values, "attention_mask": attention_mask}
         return kwargs | inputs
-
-
-__all__ = ["GLAGenerationMixin"]

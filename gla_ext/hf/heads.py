@@ -1,7 +1,9 @@
 """GLA models with a head of transformers': classes of sequences, of tokens, and spans of text.
 
 What they take and return, and how padding is found, is as for Llama's: see the classes
-`transformers.modeling_layers.GenericFor...`.
+`transformers.modeling_layers.GenericFor...`. The configuration is as `GLAModel`'s, and so is what
+the constructors raise. Of packed sequences those of classes of sequences and of spans raise
+NotImplementedError in forward.
 """
 
 from __future__ import annotations
@@ -21,13 +23,6 @@ class GLAForSequenceClassification(GenericForSequenceClassification, GLAPreTrain
 
     The last token is the last that is not `config.pad_token_id`, of rows padded left or right;
     without a pad token, and with inputs_embeds, it is that of the row.
-
-    Args:
-        config: the configuration.
-
-    Raises:
-        NotImplementedError: for options of FLA's that do nothing there, by name; in forward, for
-            packed sequences.
     """
 
     def __init__(self, config: GLAConfig) -> None:
@@ -38,25 +33,12 @@ class GLAForSequenceClassification(GenericForSequenceClassification, GLAPreTrain
 class GLAForTokenClassification(GenericForTokenClassification, GLAPreTrainedModel):
     """`GLAModel`, dropout (0.1, or `config.classifier_dropout`) and a linear map `score` of every
     token to `config.num_labels`.
-
-    Args:
-        config: the configuration.
-
-    Raises:
-        NotImplementedError: for options of FLA's that do nothing there, by name.
     """
 
 
 class GLAForQuestionAnswering(GenericForQuestionAnswering, GLAPreTrainedModel):
     """`GLAModel` and a linear map `qa_outputs` of every token to two logits: that a span starts and
     that it ends there.
-
-    Args:
-        config: the configuration.
-
-    Raises:
-        NotImplementedError: for options of FLA's that do nothing there, by name; in forward, for
-            packed sequences.
     """
 
     # transformers' look for embed_tokens.
@@ -66,6 +48,3 @@ class GLAForQuestionAnswering(GenericForQuestionAnswering, GLAPreTrainedModel):
     def __init__(self, config: GLAConfig) -> None:
         super().__init__(config)
         self.model.one_sequence_a_row = True
-
-
-__all__ = ["GLAForQuestionAnswering", "GLAForSequenceClassification", "GLAForTokenClassification"]

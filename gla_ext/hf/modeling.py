@@ -186,13 +186,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
     """The language model: `GLAModel` and a linear map to the logits of the next token.
 
     Loads what FLA's `GLAForCausalLM` saved, and saves what it loads: the parameters' names and the
-    entries of config.json are the same.
-
-    Args:
-        config: the configuration.
-
-    Raises:
-        NotImplementedError: for options of FLA's that do nothing there, by name.
+    entries of config.json are the same. The configuration is as `GLAModel`'s.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
@@ -241,14 +235,12 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         """Logits of the next token at every position, and the loss when labels are given.
 
         Args:
-            input_ids: int64 `[B, T]`. Default: None.
-            attention_mask: `[B, >= T]` of 0 (padding) and 1. Default: None.
+            input_ids, attention_mask, labels, cp_context: as
+                `gla_ext.model.GLAForCausalLM.forward`'s. Beside cp_context position_ids and seq_idx
+                are not looked at: its offsets say where sequences start. Default: None.
             inputs_embeds: `[B, T, hidden_size]`, in place of input_ids. Default: None.
             past_key_values: `gla_ext.cache.GLACache`, or a cache of its kind, of the tokens before
                 these. Default: None.
-            labels: int64 `[B, T]`, usually input_ids: logits at t are compared with labels at
-                t + 1, and labels of -100 do not count. Of packed sequences the first label of each
-                does not count either. Default: None.
             use_cache: store the states after these tokens in past_key_values, or in a new cache.
                 Default: False in training, else config.use_cache.
             output_attentions: must not be True. Default: None.
@@ -256,8 +248,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
                 `[B, T, hidden_size]` each, which gradients pass. Default:
                 config.output_hidden_states.
             return_dict: False returns a tuple. Default: config.return_dict.
-            logits_to_keep: with labels None, compute the logits of the last so many positions, or
-                of these positions (int64, 1-D), alone; 0 means all. Default: 0.
+            logits_to_keep: as `gla_ext.model.GLAForCausalLM.forward`'s. Default: 0 (all).
             num_items_in_batch: divides the summed loss, in place of the labels that count here.
                 `Trainer` counts the first labels of packed sequences too, unless they are -100, as
                 `DataCollatorWithFlattening` makes them. Default: None.
@@ -276,8 +267,6 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
             seq_idx: int, likewise, the number of each token's sequence: another one starts where it
                 changes. Beats position_ids. Default: None.
             cache: past_key_values as transformers calls it from 5.24 on. Default: None.
-            cp_context: as `gla_ext.model.GLAForCausalLM.forward`'s; position_ids and seq_idx are
-                then not looked at: its offsets say where sequences start. Default: None.
             **kwargs: `shift_labels`, int64 `[B, T]`, takes the place of labels: these are shifted
                 already, so logits at t are compared with shift_labels at t, in packed sequences
                 too. `Trainer` passes them if it cuts sequences over ranks. States start anew at
@@ -347,17 +336,9 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
                 again = starts_again(position_ids, seq_idx, attention_mask, *labels.shape)
                 if again is not None:
                     targets = labels.masked_fill(again.to(labels.device), IGNORE_INDEX)
-            loss, logits = head_and_loss(
-                self.lm_head,
-                x,
-                targets,
-                self.config,
-                self.training,
-                num_items_in_batch,
-                cu_seqlens,
-                cp_context,
-                shifted=shift_labels is not None,
-            )
+            args = (self.lm_head, x, targets, self.config, self.training, num_items_in_batch)
+            shifted = shift_labels is not None
+            loss, logits = head_and_loss(*args, cu_seqlens, cp_context, shifted)
         result = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -382,6 +363,3 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
                 "see one rank's tokens"
             )
         return self.loss_function
-
-
-__all__ = ["GLAForCausalLM", "GLAModel", "GLAPreTrainedModel"]

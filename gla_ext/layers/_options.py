@@ -49,8 +49,6 @@ def check_options(
     mode: str,
     num_heads: int,
     num_kv_heads: int,
-    conv_size: int,
-    gate_low_rank_dim: int,
     gate_logit_normalizer: float,
     clamp_min: float | None,
 ) -> None:
@@ -59,7 +57,6 @@ def check_options(
     if mode not in MODES:
         raise ValueError(f"{prefix} expected mode to be one of {', '.join(MODES)}, got {mode!r}")
     check_heads("GatedLinearAttention", num_heads, num_kv_heads)
-    check_sizes("GatedLinearAttention", conv_size=conv_size, gate_low_rank_dim=gate_low_rank_dim)
     # Either would make logarithms of decays above 0, and states that grow without bound.
     if not gate_logit_normalizer > 0:
         raise ValueError(

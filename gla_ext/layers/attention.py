@@ -42,8 +42,7 @@ class Attention(nn.Module):
 
     Raises:
         TypeError: an option of another type.
-        ValueError: sizes that do not divide or are below 1, a rope_theta that is not above 0; in
-            forward, shapes that do not fit, or a cache without layer_idx.
+        ValueError: sizes that do not divide or are below 1, a rope_theta that is not above 0.
     """
 
     @typed_options
@@ -103,14 +102,10 @@ class Attention(nn.Module):
         Returns:
             The output `[B, T, hidden_size]`, None, and past_key_values.
 
-        Raises:
-            ValueError: for shapes that do not fit, a mask of other numbers than 0 and 1, or
-                past_key_values without layer_idx; on a CPU for offsets that do not fit.
-            TypeError: for inputs, an attention_mask or cu_seqlens that are no tensors, other
-                dtypes of cu_seqlens, other keywords, by name, and for a cache that keeps no keys
-                and values.
-            NotImplementedError: nested tensors, DTensors, `cp_context`, and inside
-                `batch_invariant`.
+        What is raised is as in `GatedLinearAttention.forward`, and
+            ValueError: on a CPU for offsets that do not fit.
+            TypeError: other dtypes of cu_seqlens, and a cache that keeps no keys and values.
+            NotImplementedError: DTensors, `cp_context`, and inside `batch_invariant`.
         """
         check_keywords("Attention", kwargs)
         longest = max_seqlen

@@ -18,6 +18,7 @@ from gla_ext.layers._history import History, check_hidden_states
 from gla_ext.layers._options import (
     check_keywords,
     check_options,
+    check_sizes,
     expanded_dim,
     typed_options,
 )
@@ -86,8 +87,7 @@ class GatedLinearAttention(nn.Module):
 
     Raises:
         TypeError: an option of another type: a flag that is no bool, a size that is no integer.
-        ValueError: sizes that do not divide, an unknown mode or activation; in forward, shapes
-            that do not fit, or a cache without layer_idx.
+        ValueError: sizes that do not divide, an unknown mode or activation.
         NotImplementedError: 'bias_gelu' as an activation.
     """
 
@@ -118,15 +118,9 @@ class GatedLinearAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_options(
-            mode,
-            num_heads,
-            num_kv_heads,
-            conv_size,
-            gate_low_rank_dim,
-            gate_logit_normalizer,
-            clamp_min,
-        )
+        check_options(mode, num_heads, num_kv_heads, gate_logit_normalizer, clamp_min)
+        sizes = {"conv_size": conv_size, "gate_low_rank_dim": gate_low_rank_dim}
+        check_sizes("GatedLinearAttention", **sizes)
         self.mode = mode
         self.hidden_size = hidden_size
         self.expand_k, self.expand_v = expand_k, expand_v

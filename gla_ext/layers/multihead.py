@@ -43,7 +43,7 @@ class MultiheadGLA(nn.Module):
     Raises:
         NotImplementedError: an option of `nn.MultiheadAttention` that has no meaning here.
         TypeError: an option of another type.
-        ValueError: sizes that do not divide; in forward, shapes that do not fit.
+        ValueError: sizes that do not divide.
     """
 
     # What nn.TransformerEncoderLayer reads to find out that its fused kernels do not fit.

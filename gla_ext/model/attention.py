@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gla_ext.layers._options import typed
+from gla_ext.layers._options import check_sizes, typed
 
 Spec = dict[str, Any]
 _DEFAULTS: Spec = {
@@ -13,7 +13,7 @@ _DEFAULTS: Spec = {
     "window_size": None,
     "rope_theta": 10000.0,
 }
-_TYPES = {
+ATTENTION_OPTIONS = {  # of the layer, and their types
     "num_heads": "int",
     "num_kv_heads": "int | None",
     "qkv_bias": "bool",
@@ -73,17 +73,15 @@ def _read(given: Spec, num_hidden_layers: int, taken: set[int]) -> Spec:
             raise ValueError(f"GLAConfig: expected each layer once in attn, got {index} twice")
         taken.add(index)
     spec = {**given, "layers": list(layers)}
-    for name, default in _DEFAULTS.items():
-        spec.setdefault(name, default)
-    known = {name: spec[name] for name in _TYPES}
-    spec |= typed("GLAConfig", known, _TYPES)
+    spec |= {name: default for name, default in _DEFAULTS.items() if name not in spec}
+    known = {name: spec[name] for name in ATTENTION_OPTIONS}
+    spec |= typed("GLAConfig", known, ATTENTION_OPTIONS)
     if spec["num_kv_heads"] is None:
         spec["num_kv_heads"] = spec["num_heads"]
-    for name in ("num_heads", "num_kv_heads", "window_size"):
-        if spec[name] is not None and spec[name] < 1:
-            raise ValueError(
-                f"GLAConfig: expected {name} of attn to be at least 1, got {spec[name]}"
-            )
+    sizes = {f"{name} of attn": spec[name] for name in ("num_heads", "num_kv_heads")}
+    if spec["window_size"] is not None:
+        sizes["window_size of attn"] = spec["window_size"]
+    check_sizes("GLAConfig", **sizes)
     if not 0 < spec["rope_theta"] < float("inf"):
         raise ValueError(
             f"GLAConfig: expected rope_theta of attn to be above 0, got {spec['rope_theta']}"

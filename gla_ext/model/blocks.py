@@ -17,6 +17,7 @@ from gla_ext.layers.attention import Attention
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.layers.swiglu import swiglu, swiglu_linear
+from gla_ext.model.attention import ATTENTION_OPTIONS
 from gla_ext.model.config import GLAConfig
 from gla_ext.model.step import step_attention, step_mlp
 from gla_ext.model.weights import init_weights
@@ -25,6 +26,11 @@ from gla_ext.ops._context import NO_MASK, refuse_context
 from gla_ext.ops.chunk import in_mode_of_now
 
 Module = TypeVar("Module", bound=nn.Module)
+
+# Of a configuration, under the layer's own names.
+_LAYER_OPTIONS = ("hidden_size", "expand_k", "expand_v", "num_heads", "num_kv_heads", "feature_map")
+_LAYER_OPTIONS += ("use_short_conv", "conv_size", "use_output_gate", "elementwise_affine")
+_LAYER_OPTIONS += ("norm_eps", "clamp_min", "fuse_norm")
 
 
 class ModelOutput(NamedTuple):
@@ -66,33 +72,11 @@ def _token_mixer(config: GLAConfig, layer_idx: int) -> GatedLinearAttention | At
     """The layer that mixes a block's tokens: GLA, or attention where config.attn has it."""
     spec = config.attention_of(layer_idx)
     if spec is not None:
-        return Attention(
-            hidden_size=config.hidden_size,
-            num_heads=spec["num_heads"],
-            num_kv_heads=spec["num_kv_heads"],
-            qkv_bias=spec["qkv_bias"],
-            window_size=spec["window_size"],
-            rope_theta=spec["rope_theta"],
-            layer_idx=layer_idx,
-        )
-    return GatedLinearAttention(
-        mode=config.attn_mode,
-        hidden_size=config.hidden_size,
-        expand_k=config.expand_k,
-        expand_v=config.expand_v,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        feature_map=config.feature_map,
-        use_short_conv=config.use_short_conv,
-        conv_size=config.conv_size,
-        use_output_gate=config.use_output_gate,
-        gate_fn=config.hidden_act,
-        elementwise_affine=config.elementwise_affine,
-        norm_eps=config.norm_eps,
-        clamp_min=config.clamp_min,
-        fuse_norm=config.fuse_norm,
-        layer_idx=layer_idx,
-    )
+        options = {name: spec[name] for name in ATTENTION_OPTIONS}
+        return Attention(config.hidden_size, layer_idx=layer_idx, **options)
+    options = {name: getattr(config, name) for name in _LAYER_OPTIONS}
+    options |= {"mode": config.attn_mode, "gate_fn": config.hidden_act}
+    return GatedLinearAttention(layer_idx=layer_idx, **options)
 
 
 class GLABlock(nn.Module):

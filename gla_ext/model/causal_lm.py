@@ -110,16 +110,8 @@ class GLAForCausalLM(LanguageModel):
             else:
                 x = x[:, -logits_to_keep:]
             return CausalLMOutput(None, self.lm_head(x), past_key_values)
-        loss, logits = head_and_loss(
-            self.lm_head,
-            x,
-            labels,
-            self.config,
-            self.training,
-            cu_seqlens=cu_seqlens,
-            cp_context=cp_context,
-        )
-        return CausalLMOutput(loss, logits, past_key_values)
+        args = (self.lm_head, x, labels, self.config, self.training, None, cu_seqlens, cp_context)
+        return CausalLMOutput(*head_and_loss(*args), past_key_values)
 
     generate = generate
     generate_stream = generate_stream

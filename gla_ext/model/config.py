@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from gla_ext.layers._options import typed
+from gla_ext.layers._options import check_sizes, typed
 from gla_ext.model.attention import Spec, attention_of, read_attn
 from gla_ext.model.files import write_text
 from gla_ext.model.legacy import modern_options
@@ -23,7 +23,7 @@ _LEADS_NOWHERE: dict[str, tuple[Any, str]] = {
 _ONLY: dict[str, Any] = {"fuse_swiglu": True, "use_l2warp": False, "attnres_block_size": None}
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_heads", "conv_size", "vocab_size")
-_SIZES_OR_NONE = ("intermediate_size", "num_kv_heads")
+_SIZES += ("intermediate_size", "num_kv_heads")
 
 
 @dataclass
@@ -39,13 +39,9 @@ class GLAConfig:
         intermediate_size: width of the MLP. Default: None.
         num_hidden_layers: number of blocks. Default: 24.
         num_heads: heads a layer. Default: 4.
-        num_kv_heads: see `GatedLinearAttention`. Default: None.
-        feature_map: see `GatedLinearAttention`. Default: None.
-        attn_mode: the layer's mode. Default: 'chunk'.
-        use_short_conv: see `GatedLinearAttention`. Default: False.
-        conv_size: see `GatedLinearAttention`. Default: 4.
-        use_output_gate: see `GatedLinearAttention`. Default: True.
-        clamp_min: lower bound of the log gate. Default: None.
+        num_kv_heads, feature_map, attn_mode, use_short_conv, conv_size, use_output_gate, clamp_min:
+            see `GatedLinearAttention`, where attn_mode is `mode`. Defaults: None, None, 'chunk',
+            False, 4, True, None.
         hidden_act: activation of the MLP and of the output gate: 'swish', the only one that FLA's
             MLP and its layer both take, or 'silu', which is the same function; with 'silu' the
             layers' norms are named `g_norm`, see fuse_norm of `GatedLinearAttention`.
@@ -69,10 +65,8 @@ class GLAConfig:
             not torch's operations. Default: True.
         fuse_linear_cross_entropy: the loss is one operator with the output matrix: all logits are
             never there at once, and with labels none are returned. Default: False.
-        fuse_swiglu: True only. Default: True.
-        use_l2warp: False only. Default: False.
+        fuse_swiglu, use_l2warp, attnres_block_size: the defaults only, True, False and None.
         vocab_size: number of tokens. Default: 32000.
-        attnres_block_size: None only. Default: None.
 
     Raises:
         ValueError: both fuse_cross_entropy and fuse_linear_cross_entropy; sizes below 1, numbers
@@ -136,12 +130,8 @@ class GLAConfig:
                 "GLAConfig: expected at most one of fuse_cross_entropy and "
                 "fuse_linear_cross_entropy to be True, got both"
             )
-        given = (name for name in _SIZES_OR_NONE if getattr(self, name) is not None)
-        for name in (*_SIZES, *given):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"GLAConfig: expected {name} to be at least 1, got {getattr(self, name)}"
-                )
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        check_sizes("GLAConfig", **{name: size for name, size in sizes.items() if size is not None})
         if self.mlp_size < 1:
             raise ValueError(
                 "GLAConfig: expected hidden_ratio to make the MLP at least 1 wide, got "

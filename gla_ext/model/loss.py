@@ -38,16 +38,10 @@ def head_and_loss(
         )
         return _mean(total, targets, num_items_in_batch, cp_context), None
     logits = head(x)
-    loss = next_token_loss(
-        logits,
-        labels,
-        num_items_in_batch,
-        cu_seqlens,
-        cp_context,
-        fuse_cross_entropy=config.fuse_cross_entropy or config.fuse_linear_cross_entropy,
-        inplace_backward=training,
-        shifted=shifted,
-    )
+    fused = config.fuse_cross_entropy or config.fuse_linear_cross_entropy
+    options = {"fuse_cross_entropy": fused, "inplace_backward": training, "shifted": shifted}
+    args = (labels, num_items_in_batch, cu_seqlens, cp_context)
+    loss = next_token_loss(logits, *args, **options)
     return loss, None if config.fuse_linear_cross_entropy else logits
 
 
@@ -69,11 +63,8 @@ def next_token_loss(
         labels: int64 `[B, T]`; -100 does not count.
         num_items_in_batch: divides the sum in place of the number of labels that count, so that
             the micro-batches of one step add up to its mean. Default: None.
-        cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of one:
-            the first label of each does not count, as in a batch of them, nor do labels after the
-            last offset. Default: None.
-        cp_context: of one rank's logits and labels, see `GLAForCausalLM.forward`; in place of
-            cu_seqlens, and num_items_in_batch is the number of all ranks. Default: None.
+        cu_seqlens, cp_context: as `GLAForCausalLM.forward`'s. Labels after the last offset do not
+            count; beside cp_context num_items_in_batch is the number of all ranks. Default: None.
         fuse_cross_entropy: by `gla_ext.losses.cross_entropy_loss`, or by torch's operations.
             Default: True.
         inplace_backward: as `gla_ext.losses.cross_entropy_loss`'s: backward writes the gradient

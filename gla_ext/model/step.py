@@ -69,13 +69,10 @@ def step_attention(
     Where the cache's states are written in place, as `Decoder` and `gla_ext.serve` have them.
 
     Args:
-        norm, layer: of the block.
-        x: `[B, 1, D]`.
-        residual: as x. Default: None (0).
+        x, residual: `[B, 1, D]`; None for 0.
         overlaps: whether no kernel that may still run writes what this one reads early, weights and
             states: the one before was of another step, and began after all before it.
-        past_key_values, use_cache, attention_mask, cu_seqlens, cp_context, **kwargs: as
-            `GatedLinearAttention.forward`'s.
+        The others are `GatedLinearAttention.forward`'s.
     """
     if type(layer) is not GatedLinearAttention or layer.training:
         return None
@@ -114,12 +111,7 @@ def step_attention(
 
 def step_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor | None:
     """`residual + x`, the stream, and to it added the output of a SwiGLU MLP of its norm; or None.
-
-    Args:
-        norm: of the block.
-        mlp: has gate_proj, up_proj and down_proj.
-        x: `[B, 1, D]`.
-        residual: as x. Default: None (0).
+    x is `[B, 1, D]`, and so is the residual, None for 0.
     """
     linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     if mlp.training or takes_step(x, residual) is None:

@@ -97,6 +97,16 @@ def not_in_onnx(op: str, instead: str, of: str = "states") -> Callable[..., None
     return refuse
 
 
+def on_pool(
+    operator: Any, in_onnx: Callable[..., None], *args: Any, out: Tensor | None = None
+) -> Tensor:
+    """Calls an operator that reads or writes a pool: its result, or out, which then has it."""
+    if out is None:
+        return form_of(operator.default, in_onnx)(*args)
+    form_of(operator.out, in_onnx)(*args, out=out)
+    return out
+
+
 def on_shards(op: str, names: str, values: Sequence[Any]) -> ModuleType | None:
     """What serves DTensors, where the first value is one. Else, of plain tensors, None.
 

@@ -10,7 +10,7 @@ results are not all sharded tensors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -111,12 +111,13 @@ def _on_shards(
             if isinstance(where, int):
                 like = next(n for n in c if n in sharded)
                 shape[where] = sharded[like].shape[c[like]]
-        options = {"run_check": False, "shape": torch.Size(shape), "stride": _contiguous(shape)}
-        found.append(cls.from_local(t, mesh, [placement(where) for where in shards], **options))
+        options = {"shape": torch.Size(shape), "stride": contiguous_strides(shape)}
+        placements = [placement(where) for where in shards]
+        found.append(cls.from_local(t, mesh, placements, run_check=False, **options))
     return found[0] if single else tuple(found)
 
 
-def _contiguous(shape: list[int]) -> tuple[int, ...]:
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * max(size, 1))

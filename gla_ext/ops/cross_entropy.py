@@ -27,6 +27,12 @@ class _Options(NamedTuple):
     logit_scale: float
     logit_softcapping: float | None
 
+    @classmethod
+    def of(cls, ignore_index: int, smoothing: float, scale: float, cap: float | None) -> _Options:
+        """As the operators take them."""
+        cap = None if cap is None else float(cap)
+        return cls(ignore_index, float(smoothing), float(scale), cap)
+
 
 def cross_entropy_loss(
     logits: Tensor,
@@ -69,7 +75,7 @@ def cross_entropy_loss(
         ValueError: for shapes, labels or options that do not fit.
     """
     check_tensors("cross_entropy", "logits target", logits, target)
-    options = _numbers(ignore_index, label_smoothing, logit_scale, logit_softcapping)
+    options = _Options.of(ignore_index, label_smoothing, logit_scale, logit_softcapping)
     form = form_on(_fwd, _plain, logits, compiled=_out_of_place, sharded=_on_shards)
     loss, z_loss, *_ = form(logits, target, *options, float(lse_square_scale), inplace_backward)
     return loss, z_loss
@@ -112,19 +118,11 @@ def fused_linear_cross_entropy_loss(
     """
     check_tensors("linear_cross_entropy", "x target weight bias", x, target, weight, bias)
     check_reduction(reduction, ("mean", "sum"))
-    options = _numbers(ignore_index, label_smoothing, logit_scale, logit_softcapping)
+    options = _Options.of(ignore_index, label_smoothing, logit_scale, logit_softcapping)
     tensors = [x, weight] if bias is None else [x, weight, bias]
     form = form_on(_linear, _plain_linear, *tensors, sharded=lambda _: _plain_linear)
     total = form(x, weight, bias, target, *options, num_chunks, True, True)[0]
     return total / (target != ignore_index).sum() if reduction == "mean" else total
-
-
-def _numbers(
-    ignore_index: int, label_smoothing: float, logit_scale: float, cap: float | None
-) -> tuple[int, float, float, float | None]:
-    """`_Options`, as the operators take them."""
-    cap = None if cap is None else float(cap)
-    return ignore_index, float(label_smoothing), float(logit_scale), cap
 
 
 def _on_shards(logits: Any) -> Callable[..., tuple[Tensor, ...]]:

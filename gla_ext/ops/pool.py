@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from gla_ext.ops._checks import check_plain_tensors, check_scale, without_last_of_one
-from gla_ext.ops._door import form_of, not_in_onnx
+from gla_ext.ops._door import not_in_onnx, on_pool
 from gla_ext.ops._operator import declare
 from gla_ext.ops.chunk import forward_flops, is_batch_invariant
 
-_run = declare("chunk_gla_", flops=forward_flops)
-_run_out = torch.ops.gla_ext.chunk_gla_.out
+declare("chunk_gla_", flops=forward_flops)
+_run = torch.ops.gla_ext.chunk_gla_
 _in_onnx = not_in_onnx("chunk_gla_", "chunk_gla, which returns the state")
 _TENSORS = (
     "q k v g gv state slots write_slots has_initial_state cu_seqlens checkpoints checkpoint_slots "
@@ -54,11 +54,9 @@ def chunk_gla_(
         q, k, v, g, scale, gv: as in `chunk_gla`.
         state: the pool, `[P, H, K, V]`, or `[P, H, V, K]` if `state_v_first`, as in
             `recurrent_gla_step_`.
-        slots: the row of the pool of each sequence, `[N]`, int32 or int64, on q's device; as in
-            `recurrent_gla_step_`. N is B, or `len(cu_seqlens) - 1`. Default: P = N, and sequence n
-            has slot n.
-        write_slots: the row in which each sequence leaves its state, `[N]`; as there. Default:
-            slots.
+        slots, write_slots: the rows of the pool where each sequence starts and where it leaves its
+            state, `[N]`, as in `recurrent_gla_step_`. N is B, or `len(cu_seqlens) - 1`. Default: P
+            is N, and sequence n has slot n; and write_slots are slots.
         has_initial_state: bool `[N]`, on q's device: False starts from zero, whatever the row
             holds. Default: all go on.
         cu_seqlens: offsets of packed sequences, as in `chunk_gla`. On CUDA nobody reads them on the
@@ -84,13 +82,9 @@ def chunk_gla_(
     Returns:
         o, `[B, T, H, V]` in v's dtype, or out.
 
-    Raises:
-        ValueError: shapes, devices, strides or offsets do not agree; checkpoint_every is no
-            multiple of 64, or without what goes with it; out shares memory with an input
-            (or is a view of its buffer of other strides).
-        TypeError: dtypes do not agree; scale is a tensor.
-        NotImplementedError: grad mode is on and an input requires grad; a device or layout without
-            kernels; torch.vmap; DTensor.
+    What is raised is as in `recurrent_gla_step_`, and ValueError for offsets that do not fit, for a
+    checkpoint_every that is no multiple of 64 or without what goes with it; NotImplementedError for
+    every DTensor.
 
     Example:
         >>> pool = torch.zeros(8, 2, 16, 32)
@@ -107,7 +101,4 @@ def chunk_gla_(
     check_plain_tensors("chunk_gla_", _TENSORS, q, k, v, g, gv, *rows, *kept, out)
     options = (scale, state_v_first, is_batch_invariant(), checkpoint_every)
     arguments = (q, k, v, without_last_of_one(g, k), gv, *rows, *options, *kept)
-    if out is None:
-        return form_of(_run, _in_onnx)(*arguments)
-    form_of(_run_out, _in_onnx)(*arguments, out=out)
-    return out
+    return on_pool(_run, _in_onnx, *arguments, out=out)

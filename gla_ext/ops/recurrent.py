@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gla_ext.ops._checks import check_scale, wide_state, without_last_of_one
-from gla_ext.ops._door import at_once, form_of, not_in_onnx, on_shards, when_read
+from gla_ext.ops._door import at_once, form_of, not_in_onnx, on_pool, on_shards, when_read
 from gla_ext.ops._flops import product
 from gla_ext.ops._operator import declare
 from gla_ext.ops._plain import gla
@@ -55,18 +55,12 @@ def fused_recurrent_gla(
         gk: its g, logarithms of decays, `[B, T, HK, K]`, or of each head, `[B, T, HK]` or
             `[B, T, HK, 1]`. Default: no decay.
         gv: the same of each value channel, `[B, T, HK, V]`. Default: no decay.
-        scale: factor of the scores, a number. Default: `K ** -0.5`.
-        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`, as in `chunk_gla`.
-            Default: zero.
-        output_final_state: whether to return the state after the last token. Default: False.
+        scale, initial_state, output_final_state, state_v_first, cu_seqlens: as in `chunk_gla`.
         reverse: the last token of a sequence comes first. Default: False.
-        state_v_first: layout of both states. Default: False.
-        cu_seqlens: offsets of packed sequences, `[N + 1]`, as in `chunk_gla`. Default: None.
         **kwargs: `transpose_state_layout`, the old name of state_v_first; it warns.
 
     Returns:
-        o, `[B, T, H, V]` in v's dtype, and the final state in the layout of initial_state, float32
-        (float64 with float64 q), or None.
+        As `chunk_gla`.
 
     Raises:
         ValueError: shapes, devices or offsets do not agree; both names of state_v_first.
@@ -164,10 +158,7 @@ def recurrent_gla_step_(
         return sharding.step_on_shards("recurrent_gla_step_", call, tokens, state, rows, out)
     gk = without_last_of_one(gk, k)
     args = (q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots)
-    if out is None:
-        return form_of(_step, _step_in_onnx)(*args)
-    form_of(_step_out, _step_in_onnx)(*args, out=out)
-    return out
+    return on_pool(_step, _step_in_onnx, *args, out=out)
 
 
 def recurrent_gla_verify(
@@ -225,10 +216,7 @@ def recurrent_gla_verify(
         return sharding.step_on_shards("recurrent_gla_verify", call, tokens, state, rows, out)
     gk = without_last_of_one(gk, k)
     args = (q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens)
-    if out is None:
-        return form_of(_verify, _verify_in_onnx)(*args)
-    form_of(_verify_out, _verify_in_onnx)(*args, out=out)
-    return out
+    return on_pool(_verify, _verify_in_onnx, *args, out=out)
 
 
 def recurrent_gla_commit_(
@@ -345,19 +333,19 @@ _fwd = declare(
 declare(
     "recurrent_gla_bwd", flops=product(2, 4, times=5, dim=-1), vmap=slice_by_slice, instead=_INSTEAD
 )
-_step = declare("recurrent_gla_step_", flops=_forward_flops, instead="gla_ext.recurrent_gla_step_")
-_step_out = torch.ops.gla_ext.recurrent_gla_step_.out
+declare("recurrent_gla_step_", flops=_forward_flops, instead="gla_ext.recurrent_gla_step_")
+_step = torch.ops.gla_ext.recurrent_gla_step_
 _step_in_onnx = not_in_onnx(
     "recurrent_gla_step_", "fused_recurrent_gla, or a GLACache in place of a StaticGLACache"
 )
-_verify = declare(
+declare(
     "recurrent_gla_verify",
     plain=_plain_verify,
     flops=_forward_flops,
     vmap=slice_by_slice,
     instead="gla_ext.recurrent_gla_verify",
 )
-_verify_out = torch.ops.gla_ext.recurrent_gla_verify.out
+_verify = torch.ops.gla_ext.recurrent_gla_verify
 _verify_in_onnx = not_in_onnx("recurrent_gla_verify", "fused_recurrent_gla")
 _commit = declare(
     "recurrent_gla_commit_", flops=_commit_flops, instead="gla_ext.recurrent_gla_commit_"

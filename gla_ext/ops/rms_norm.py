@@ -82,8 +82,7 @@ def rms_norm_residual(
         x: `[..., V]`; bfloat16, float16, float32 or float64; any strides.
         residual: `[..., V]`, of x's dtype or a wider one, as a stream in float32 is beside the
             bfloat16 of autocast; of a shorter one it is cast to x's.
-        weight: `[V]`, of any of these dtypes. Default: None (1).
-        eps: added to the mean square. Default: 1e-5.
+        weight, eps: as `rms_norm`'s.
 
     Returns:
         The norm of the stream in x's dtype, and the stream, as `residual + x` rounds it.
@@ -111,13 +110,9 @@ def _apart(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tu
 def _checked(
     x: Tensor, weight: Tensor | None, gate: Tensor | None, activation: str, eps: float
 ) -> tuple[Tensor]:
-    """The norm in plain torch operations, where these serve better, or alone."""
-    _check(x, weight, gate, activation)
-    return (plain_rms_norm(x, weight, eps, gate, activation),)
-
-
-def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None, activation: str) -> None:
-    """Raises what the operator raises; see csrc/rms_norm/op.cpp."""
+    """The norm in plain torch operations, where these serve better, or alone; raises what the
+    operator raises, see csrc/rms_norm/op.cpp.
+    """
     op = "rms_norm_gate"
     if gate is not None:
         check_device(op, "gate", gate, "x", x)
@@ -140,6 +135,7 @@ def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None, activation: st
         raise ValueError(
             f"{op}: expected activation to be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
         )
+    return (plain_rms_norm(x, weight, eps, gate, activation),)
 
 
 def plain_rms_norm(

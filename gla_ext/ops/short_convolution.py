@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gla_ext.ops._checks import check_plain_tensors, check_tensors
-from gla_ext.ops._door import form_of, not_in_onnx
+from gla_ext.ops._door import form_of, not_in_onnx, on_pool
 from gla_ext.ops._flops import product
 from gla_ext.ops._operator import declare
 from gla_ext.ops._sharding import SUM, Given, Rule, Shards
@@ -60,33 +60,16 @@ def short_convolution_(
         state: the pool, `[P, D, W]`, x's dtype: the last W inputs of a sequence, 0 where there were
             fewer. Its last two dimensions are contiguous; P may have any stride with which no two
             rows overlap.
-        slots: the row of the pool of each sequence, `[N]`, int32 or int64, on x's device; as in
-            `recurrent_gla_step_`. N is B, or `len(cu_seqlens) - 1`. Default: P = N, and sequence n
-            has slot n.
-        write_slots: the row in which each sequence leaves its cache, `[N]`; as there. Default:
-            slots.
-        has_initial_state: bool `[N]`, on x's device: False starts from zero, whatever the row
-            holds. Default: all go on.
-        cu_seqlens: offsets of packed sequences, `[N + 1]`, int32 or int64, on x's device, with
-            B = 1. Tokens after the last offset give zeros. Default: every row is a sequence.
-        out: where y goes, as in `chunk_gla_`. Default: a new tensor.
+        slots, write_slots, has_initial_state, cu_seqlens, out: as in `chunk_gla_`, on x's device.
 
     Returns:
         y, `[B, T, D]` in x's dtype: `silu(bias + sum_s weight[:, 0, W - 1 - s] * x_{t-s})`, or out.
 
-    Raises:
-        ValueError: shapes, devices or strides do not agree, and on CPU offsets that do not fit; out
-            shares memory with an input (or is a view of its buffer of other strides).
-        TypeError: dtypes do not.
-        NotImplementedError: grad mode is on and an input requires grad; a device or layout without
-            kernels; torch.vmap; DTensor.
+    What is raised is as in `chunk_gla_`.
     """
     tensors = (x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens)
     check_plain_tensors("short_convolution_", _POOL_TENSORS, *tensors, out)
-    if out is None:
-        return form_of(_on_pool, _in_onnx)(*tensors)
-    form_of(_on_pool_out, _in_onnx)(*tensors, out=out)
-    return out
+    return on_pool(_on_pool, _in_onnx, *tensors, out=out)
 
 
 def _plain(
@@ -173,6 +156,6 @@ declare(
     vmap=slice_by_slice,
     shards=_batch_or_channels("dy dstate x cache dx dcache", "dweight dbias"),
 )
-_on_pool = declare("short_convolution_", flops=_forward_flops)
-_on_pool_out = torch.ops.gla_ext.short_convolution_.out
+declare("short_convolution_", flops=_forward_flops)
+_on_pool = torch.ops.gla_ext.short_convolution_
 _in_onnx = not_in_onnx("short_convolution_", "a ShortConvolution", of="caches")

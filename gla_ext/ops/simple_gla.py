@@ -48,13 +48,8 @@ def chunk_simple_gla(
             decay.
         g_gamma: the same, constant over tokens, `[HK]`. Only one of g and g_gamma may be given.
             Default: None.
-        scale: factor of the scores, a number. Default: `K ** -0.5`.
-        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`. Default: zero.
-        output_final_state: whether to return the state after the last token. Default: False.
-        state_v_first: layout of both states. Default: False.
-        cu_seqlens, cu_seqlens_cpu: offsets of packed sequences, `[N + 1]`, as in `chunk_gla`.
-            Default: None.
-        cp_context: of one rank's tokens of a longer text, as in `chunk_gla`. Default: None.
+        scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu,
+            cp_context: as in `chunk_gla`.
 
     Returns:
         As `chunk_gla`.
@@ -216,8 +211,7 @@ def retention_decay(H: int, like: Tensor) -> Tensor:
     Returns:
         `[H]`.
     """
-    heads = torch.arange(H, device=like.device, dtype=_gate_dtype(like))
-    return torch.log1p(-torch.exp2(-5.0 - heads))
+    return torch.log1p(-torch.exp2(-5.0 - _numbers_of_heads(H, like)))
 
 
 def lightning_decay(H: int, layer_idx: int, num_layers: int, like: Tensor) -> Tensor:
@@ -230,12 +224,12 @@ def lightning_decay(H: int, layer_idx: int, num_layers: int, like: Tensor) -> Te
     Returns:
         `[H]`.
     """
-    heads = torch.arange(H, device=like.device, dtype=_gate_dtype(like))
-    return -(8 / max(H, 1) * (1 - layer_idx / num_layers)) * heads
+    return -(8 / max(H, 1) * (1 - layer_idx / num_layers)) * _numbers_of_heads(H, like)
 
 
-def _gate_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+def _numbers_of_heads(H: int, like: Tensor) -> Tensor:
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.arange(H, device=like.device, dtype=dtype)
 
 
 def _heads(op: str, q: Tensor, k: Tensor) -> int:

@@ -107,11 +107,6 @@ def _checked(gate: Tensor, up: Tensor) -> Tensor:
     return plain_swiglu(gate, up)
 
 
-def _checked_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    _check_linear(gate, up, weight, bias)
-    return _plain_linear(gate, up, weight, bias)
-
-
 def _check(op: str, gate: Tensor, up: Tensor) -> None:
     """Raises what the operators raise; see csrc/swiglu/op.cpp."""
     check_device(op, "up", up, "gate", gate)
@@ -121,7 +116,7 @@ def _check(op: str, gate: Tensor, up: Tensor) -> None:
     check_shape(op, "up", up, "[..., D]", gate.shape)
 
 
-def _check_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _checked_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     op = "swiglu_linear"
     parameters = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     _check(op, gate, up)
@@ -135,6 +130,7 @@ def _check_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None)
     check_shape(op, "weight", weight, "[N, D]", [weight.shape[0], gate.shape[-1]])
     if bias is not None:
         check_shape(op, "bias", bias, "[N]", weight.shape[:1])
+    return _plain_linear(gate, up, weight, bias)
 
 
 _fwd = declare("swiglu_fwd", plain=plain_swiglu, vmap=slice_by_slice, shards=each("gate up result"))

@@ -42,7 +42,6 @@ class Batch:
     Args:
         model: a `GLAForCausalLM` without attention layers, in eval mode.
         rows: number of sequences at once.
-        cuda_graph: whether steps are graphs.
         fixed: steps are always of all rows, so that a row's products have one shape, and pieces of
             prompts have no graphs, which are of other sizes than these.
         state_dtype: what recurrent states are stored in. Default: None (as they come).

@@ -245,11 +245,9 @@ class Engine:
 
         It waits for a step under way and empties the prefix cache. Sequences that wait go on
         waiting. Those that have begun end at the next step, which gives out their deltas with
-        finish_reason 'refresh'. If only values changed, CUDA graphs stay, and all of this takes
-        some milliseconds, or tens of them with adapters on every map. If addresses of tensors,
-        modules, attributes or hooks changed, or attributes are of kinds that cannot be compared
-        (torchao's weights, DTensors, closures), graphs are captured anew, when their sizes come
-        again or by `warm_up`.
+        finish_reason 'refresh'. CUDA graphs stay, as in `Decoder.refresh`, if only values changed,
+        and all of this takes some milliseconds, or tens of them with adapters on every map. Else
+        they are captured anew, when their sizes come again or by `warm_up`.
 
         On a GPU the next step waits for what the caller's stream has been given until now.
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gla_ext.serve.sequence import Sequence
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_HISTOGRAMS = ("time_to_first_token_seconds", "time_between_tokens_seconds", "request_seconds")
 _COUNTERS = ("prompt_tokens", "cached_prompt_tokens", "generated_tokens", "nonfinite_logits")
 
 
@@ -42,21 +43,19 @@ class Metrics:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
-        self._histograms = {
-            "time_to_first_token_seconds": Histogram(),
-            "time_between_tokens_seconds": Histogram(),
-            "request_seconds": Histogram(),
-        }
+        self._histograms = {name: Histogram() for name in _HISTOGRAMS}
+
+    def _add(self, name: str, count: int) -> None:
+        with self._lock:
+            self._counts[f"{name}_total"] += count
 
     def began(self, sequence: Sequence) -> None:
         """A sequence's prompt has begun to pass."""
-        with self._lock:
-            self._counts["prompt_tokens_total"] += len(sequence.request.tokens)
+        self._add("prompt_tokens", len(sequence.request.tokens))
 
     def skipped(self, count: int) -> None:
         """So many tokens of a prompt need not pass: the prefix cache has what they come to."""
-        with self._lock:
-            self._counts["cached_prompt_tokens_total"] += count
+        self._add("cached_prompt_tokens", count)
 
     def drew(self, sequence: Sequence) -> None:
         """A sequence got a token."""
@@ -72,8 +71,7 @@ class Metrics:
 
     def met_nonfinite_logits(self) -> None:
         """A sequence ended because its logits were not finite."""
-        with self._lock:
-            self._counts["nonfinite_logits_total"] += 1
+        self._add("nonfinite_logits", 1)
 
     def finished(self, sequence: Sequence, reason: str) -> None:
         """A sequence has ended."""

@@ -12,16 +12,12 @@ from gla_ext.serve.prompts import NONE
 
 
 class PrefixCache:
-    """Which rows keep the states after every n tokens of the prompts so far, the last used ones.
+    """Which of some rows keep the states after every n tokens of the prompts so far, the last used.
 
     A prompt's beginnings are known by a chained hash of their tokens (BLAKE2, 128 bits).
 
-    Args:
-        rows: those that there are for it.
-        row_nbytes: memory of each, bytes.
-        every: n.
-
     Attributes:
+        every: n.
         evictions: how many beginnings were given up.
     """
 

@@ -142,11 +142,9 @@ class PromptGraphs:
     has: see `lay_out`.
 
     Args:
-        run: passes packed pieces.
-        record: captures a call in a pool of memory.
+        run, record: pass packed pieces, and capture a call in a pool of memory.
         every: tokens between checkpoints, 0 for none.
         spare: the row that no sequence has.
-        device: where.
     """
 
     def __init__(

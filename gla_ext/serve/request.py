@@ -8,7 +8,7 @@ import secrets
 from array import array
 from collections.abc import Sequence
 
-from gla_ext.decode.sampling import Sampling, is_int
+from gla_ext.decode.sampling import Sampling, check_int, is_int
 from gla_ext.serve.choice import MOST_LOGPROBS
 
 MOST_STOPS = 16
@@ -45,13 +45,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value, least = getattr(self, field.name), int(field.name not in _MAY_BE_ZERO)
-            if not is_int(value):
-                raise TypeError(f"Limits: expected {field.name} to be an int, got {value!r}")
-            if value < least:
-                raise ValueError(
-                    f"Limits: expected {field.name} to be at least {least}, got {value}"
-                )
+            value = getattr(self, field.name)
+            check_int("Limits", field.name, value, int(field.name not in _MAY_BE_ZERO))
             if value >= 2**63:
                 raise ValueError(f"Limits: expected {field.name} below 2**63, got {value}")
         if self.checkpoint_tokens % 64:
@@ -103,14 +98,7 @@ class Request:
             raise TypeError(f"Request: expected tokens to be ints, got {error}") from error
         if len(self.tokens) < 1:
             raise ValueError("Request: expected a prompt of at least one token, got none")
-        if not is_int(self.max_new_tokens):
-            raise TypeError(
-                f"Request: expected max_new_tokens to be an int, got {self.max_new_tokens!r}"
-            )
-        if self.max_new_tokens < 1:
-            raise ValueError(
-                f"Request: expected max_new_tokens to be at least 1, got {self.max_new_tokens}"
-            )
+        check_int("Request", "max_new_tokens", self.max_new_tokens, 1)
         if self.seed is not None and (not is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
             raise ValueError(f"Request: expected seed to be an int of 64 bits, got {self.seed!r}")
         if isinstance(self.stop, str) or not all(isinstance(stop, str) for stop in self.stop):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gla_ext.cache import StaticGLACache
-from gla_ext.cache._key_values import map_tensors
+from gla_ext.cache._key_values import map_entry
 from gla_ext.cache._rows import Checkpoints
 from gla_ext.serve.prompts import Packed
 
@@ -90,12 +90,8 @@ class StateRows:
 
 
 class _FirstRows(StaticGLACache):
-    """The first rows of a cache, where they lie, for steps.
-
-    Args:
-        cache: the cache.
-        waits: bool `[count]`, which rows stay as they are.
-        slots: int64 `[count]`, -1 for these, else the row.
+    """The first rows of a cache, where they lie, for steps. waits, bool `[count]`, are those that
+    stay as they are; slots, int64 `[count]`, are -1 for these, else the row.
     """
 
     def __init__(self, cache: StaticGLACache, waits: Tensor, slots: Tensor) -> None:
@@ -105,7 +101,5 @@ class _FirstRows(StaticGLACache):
         def first(x: Tensor) -> Tensor:
             return x[: len(waits)]
 
-        self.states = [
-            {key: map_tensors(first, entry[key]) for key in entry} for entry in cache.states
-        ]
+        self.states = [map_entry(first, entry) for entry in cache.states]
         self._done, self._slots = waits, slots

@@ -22,9 +22,7 @@ class Schedule:
     in pieces, packed, each in turn.
 
     Args:
-        batch: where they pass.
-        prefixes: what they start from, and leave on their way.
-        metrics: which count them.
+        batch, prefixes: where they pass, and what they start from, and leave on their way.
         most: tokens that pass between two steps of those that decode.
         alone: one passes at a time, in pieces of `prefixes.every` tokens.
 

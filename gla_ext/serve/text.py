@@ -59,11 +59,7 @@ class Detokenizer:
 
     A character may take several tokens, and a space depend on the token before: a few tokens are
     decoded together, with the new ones and without. A character left open at the end is not shown.
-
-    Args:
-        tokenizer: decodes.
-        prompt: the tokens before.
-        skip_special_tokens: leave special tokens out, where the tokenizer has some. Default: True.
+    With skip_special_tokens special tokens are left out, where the tokenizer has some.
     """
 
     def __init__(
@@ -97,10 +93,8 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Ends a text before the first of some strings, and holds back what may become one.
-
-    Args:
-        stops: the strings, none of them empty.
+    """Ends a text before the first of some strings, none of them empty, and holds back what may
+    become one.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

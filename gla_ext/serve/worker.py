@@ -14,14 +14,9 @@ logger = logging.getLogger("gla_ext.serve")
 
 
 class Worker:
-    """Steps an engine while there is something to do.
+    """Steps an engine, which no other thread then steps, while there is something to do.
 
-    Args:
-        engine: the engine, which no other thread then steps.
-        deliver: gets what each step added, in the worker's thread.
-
-    Attributes:
-        error: what ended it, or None.
+    deliver gets what each step added, in the worker's thread; error is what ended it, or None.
     """
 
     def __init__(self, engine: Engine, deliver: Callable[[Deltas], None]) -> None:

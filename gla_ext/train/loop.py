@@ -21,10 +21,8 @@ class Interrupted(Exception):
 class StopSignals:
     """While in use, the first SIGINT or SIGTERM is noted in `number`; a second one kills.
 
-    A signal that any process got stops all, at the same point: every one asks as often.
-
-    Args:
-        parallel: the run's processes. Default: this one alone.
+    A signal that any of the run's processes got stops all, at the same point: every one asks as
+    often.
     """
 
     number: int | None = None

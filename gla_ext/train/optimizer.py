@@ -12,19 +12,13 @@ def optimizer_of(
 ) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices, none on norms and biases.
 
-    Args:
-        model: what is trained.
-        lr: learning rate.
-        weight_decay: that of matrices.
-        graph_on: the device where its step may be recorded in a CUDA graph; the learning rate is
-            then a tensor there. Default: None (it is a number).
+    graph_on is the device where its step may be recorded in a CUDA graph; the learning rate is then
+    a tensor there. Default: None (it is a number).
     """
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    decays = ((matrices, weight_decay), (vectors, 0.0))
+    groups = [{"params": params, "weight_decay": decay} for params, decay in decays]
     rate: float | Tensor = lr
     if graph_on is not None:
         rate = torch.tensor(lr, dtype=torch.float32, device=graph_on)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla_ext.cache import GLACache
-from gla_ext.cache._key_values import tensors_in
+from gla_ext.cache._key_values import map_entry, tensors_in
 from gla_ext.train.data import DOCUMENT_START
 
 States = list[dict[str, Any]]  # an entry a layer, as in a GLACache
@@ -67,23 +67,19 @@ def most_documents(stream: Tensor, batch_size: int, seq_len: int) -> int:
 def forward(
     model: nn.Module, inputs: Tensor, states: States | None, rows: PackedRows | None
 ) -> tuple[Tensor, States]:
-    """Logits, and the states after the tokens.
+    """Logits `[B, T, vocab_size]` of inputs, int64 `[B, T]`, and the states of each row after its
+    last token.
 
     Args:
-        model: a `GLAForCausalLM`.
-        inputs: int64 `[B, T]`.
         states: of each row before its first token, from the call before. None: no state.
         rows: of `pack_rows`. None: a row is one sequence.
-
-    Returns:
-        Logits `[B, T, vocab_size]`, and the states of each row after its last token.
     """
     B, T = inputs.shape
     cache, cu_seqlens = GLACache(), None
     if rows is not None:
         inputs, cu_seqlens = inputs.view(1, B * T), rows.cu_seqlens
         if states is not None:
-            states = [_each(lambda x: _spread(x, rows), entry) for entry in states]
+            states = [map_entry(lambda x: _spread(x, rows), entry) for entry in states]
     for layer_idx, entry in enumerate(states or ()):
         cache.update(layer_idx=layer_idx, offset=0, **entry)
     logits = model(
@@ -98,7 +94,6 @@ class SegmentedLoss:
     """The loss of a step whose rows go on where the step before ended.
 
     Args:
-        model: the model.
         loss: `loss(logits, targets)`, a scalar, of `[B, T, vocab_size]` and int64 `[B, T]`.
         segments: steps a window; 1 hands nothing on.
         documents: what `most_documents` says of the text, where each document starts from no
@@ -132,10 +127,10 @@ class SegmentedLoss:
         rows = pack_rows(inputs, self.documents) if self.documents else None
         states = self.states
         if self._in_place and states:  # backward reads them after they have been written over
-            states = [_each(Tensor.clone, entry) for entry in states]
+            states = [map_entry(Tensor.clone, entry) for entry in states]
         loss, states = self._run(inputs, targets, states, rows)
         if self.segments > 1:
-            self.states = self._keep([_each(Tensor.detach, entry) for entry in states])
+            self.states = self._keep([map_entry(Tensor.detach, entry) for entry in states])
         return loss
 
     def _keep(self, states: States) -> States:
@@ -143,7 +138,7 @@ class SegmentedLoss:
         if not self._in_place:
             return states
         if not self._kept:
-            self._kept = [_each(Tensor.clone, entry) for entry in states]
+            self._kept = [map_entry(Tensor.clone, entry) for entry in states]
         for own, new in zip(self._kept, states, strict=True):
             for kept, x in zip(tensors_in(own), tensors_in(new), strict=True):
                 kept.copy_(x)
@@ -187,12 +182,3 @@ def _spread(x: Tensor, rows: PackedRows) -> Tensor:
     goes_on = rows.goes_on.view(-1, *(1,) * (x.ndim - 1))
     spread = x.new_zeros(len(rows.cu_seqlens) - 1, *x.shape[1:])
     return spread.index_copy(0, rows.first, x.where(goes_on, 0))
-
-
-def _each(function: Callable[[Tensor], Tensor], entry: dict[str, Any]) -> dict[str, Any]:
-    """A layer's entry, its tensors passed through a function."""
-    state, conv_state = entry["recurrent_state"], entry["conv_state"]
-    return {
-        "recurrent_state": function(state),
-        "conv_state": None if conv_state is None else tuple(function(x) for x in conv_state),
-    }

@@ -41,9 +41,7 @@ class Trainer:
     """A model, its optimizer and its data at some step.
 
     Args:
-        settings: the run's settings.
-        corpus: the text.
-        device: where to train.
+        settings, corpus, device: the run's settings, the text, and where to train.
         compiled: run model and loss, forward and backward, through
             `torch.compile(fullgraph=True)`. Default: False.
         cuda_graph: make each update, forward and backward included, one CUDA graph, see
@@ -142,15 +140,8 @@ class Trainer:
             documents = most_documents(self.batches.stream, *sizes)
         elif settings.segments == 1:
             return None
-        return SegmentedLoss(
-            self.model,
-            _cross_entropy,
-            settings.segments,
-            documents,
-            compiled,
-            self._autocast,
-            in_place,
-        )
+        options = (documents, compiled, self._autocast, in_place)
+        return SegmentedLoss(self.model, _cross_entropy, settings.segments, *options)
 
     def recent_loss(self, steps: int = 20) -> float:
         """Mean training loss of the last steps in bits a byte; NaN before the first."""

@@ -52,12 +52,8 @@ class Options:
 
 
 class Application:
-    """The routes, and what stands between them and the engine's thread.
-
-    Args:
-        engine: which this application then steps.
-        options: see `Options`.
-        on_failure: called in the event loop when the engine has failed.
+    """The routes, and what stands between them and the engine's thread, which this application then
+    steps. on_failure is called in the event loop when the engine has failed.
     """
 
     def __init__(
@@ -126,17 +122,9 @@ class Application:
     def _reply(self, asked: Completion, sequences: list[Sequence]) -> Reply:
         inbox: asyncio.Queue = asyncio.Queue()
         self._inboxes |= dict.fromkeys(sequences, inbox)
-        return Reply(
-            f"cmpl-{secrets.token_hex(12)}",
-            self.options.name,
-            asked,
-            sequences,
-            self.engine.tokenizer,
-            inbox,
-            self.options.write_seconds,
-            self._leave,
-            self._count,
-        )
+        ident, tokenizer = f"cmpl-{secrets.token_hex(12)}", self.engine.tokenizer
+        args = (ident, self.options.name, asked, sequences, tokenizer, inbox)
+        return Reply(*args, self.options.write_seconds, self._leave, self._count)
 
     def _count(self, status: int) -> None:
         self._statuses[status] += 1
@@ -199,12 +187,8 @@ class Application:
         return JSONResponse(self._model())
 
     def _model(self) -> dict:
-        return {
-            "id": self.options.name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "gla_ext",
-        }
+        known = {"id": self.options.name, "created": self._started}
+        return known | {"object": "model", "owned_by": "gla_ext"}
 
     def _check_engine(self) -> None:
         if self._worker.error is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Any
 
 from gla_ext.decode.sampling import is_int
@@ -18,13 +18,8 @@ LEAST = -9999.0  # what OpenAI sends for a log-probability of -inf, which JSON d
 
 
 class RefusedError(ValueError):
-    """A request that gets an error for a reply.
-
-    Args:
-        status: of HTTP.
-        message: what was expected and what came.
-        code: OpenAI's word for it, or None.
-        param: which field is wrong, or None.
+    """A request that gets an error for a reply, with a status of HTTP. code is OpenAI's word for
+    it, param the field that is wrong; or None.
     """
 
     def __init__(
@@ -51,10 +46,8 @@ class Completion:
     options: dict[str, Any]
 
     def requests(self, prompts: Sequence[Sequence[int]]) -> list[Request]:
-        """What the engine is to do, of the prompts as tokens.
-
-        Raises:
-            RefusedError: for options out of range.
+        """What the engine is to do, of the prompts as tokens; raises RefusedError for options out
+        of range.
         """
         found = []
         for tokens in prompts:
@@ -71,9 +64,7 @@ class Completion:
 
 def _is_number(value: Any) -> bool:
     # A number that is too great for a float is none; neither is what json reads as NaN.
-    return (is_int(value) and abs(value) < 2**63) or (
-        isinstance(value, float) and math.isfinite(value)
-    )
+    return abs(value) < 2**63 if is_int(value) else isinstance(value, float) and isfinite(value)
 
 
 def _is_bool(value: Any) -> bool:
@@ -118,15 +109,7 @@ _OURS = ("temperature", "top_p", "top_k", "logprobs", "seed", "ignore_eos", "ski
 
 
 def read(body: bytes, model: str) -> Completion:
-    """Reads a request.
-
-    Args:
-        body: JSON.
-        model: the name under which the model is served.
-
-    Raises:
-        RefusedError: for what is no such request.
-    """
+    """Reads a request, JSON, to the model of that name; raises RefusedError for what is none."""
     given = _read_object(body, _OPTIONS)
     if given.get("model", model) != model:
         message = f"expected model to be {model!r}, got {short(given['model'])}"
@@ -136,20 +119,18 @@ def read(body: bytes, model: str) -> Completion:
         raise RefusedError(400, f"expected n = best_of of at least 1, got n = {n}", None, "n")
     prompts = _read_prompts(given.get("prompt"))
     if len(prompts) * n > MOST_PROMPTS:
-        raise RefusedError(
-            400, f"expected at most {MOST_PROMPTS} choices, got {len(prompts)} prompts of {n}"
-        )
+        message = f"expected at most {MOST_PROMPTS} choices, got {len(prompts)} prompts of {n}"
+        raise RefusedError(400, message)
     streaming = given.get("stream_options", {})
-    if set(streaming) - {"include_usage"} or not _is_bool(streaming.get("include_usage", False)):
-        raise RefusedError(
-            400, f"expected stream_options to be include_usage alone, got {short(streaming)}"
-        )
+    usage = streaming.get("include_usage", False)
+    if set(streaming) - {"include_usage"} or not _is_bool(usage):
+        message = f"expected stream_options to be include_usage alone, got {short(streaming)}"
+        raise RefusedError(400, message)
     options = {name: value for name, value in given.items() if name in _OURS}
     if "max_tokens" in given:
         options["max_new_tokens"] = given["max_tokens"]
     stop = given.get("stop", [])
     options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    usage = streaming.get("include_usage", False)
     return Completion(prompts, n, given.get("stream", False), usage, options)
 
 
@@ -186,29 +167,21 @@ def _read_prompts(given: Any) -> list[str | list[int]]:
         prompts = [given]
     else:
         prompts = given
-    if not prompts or not all(
-        isinstance(prompt, str)
-        or (isinstance(prompt, list) and prompt and all(_is_token(x) for x in prompt))
-        for prompt in prompts
-    ):
-        raise RefusedError(
-            400,
-            "expected prompt to be a string, tokens, or a list of these, none of no tokens, got "
-            f"{short(given)}",
-            None,
-            "prompt",
-        )
+    if not prompts or not all(isinstance(prompt, str) or _is_tokens(prompt) for prompt in prompts):
+        wanted = "a string, tokens, or a list of these, none of no tokens"
+        message = f"expected prompt to be {wanted}, got {short(given)}"
+        raise RefusedError(400, message, None, "prompt")
     for prompt in prompts:
         # JSON has surrogates that are no text.
         if isinstance(prompt, str) and any("\ud800" <= x <= "\udfff" for x in prompt):
-            raise RefusedError(
-                400, "expected prompt to be Unicode text, got lone surrogates", None, "prompt"
-            )
+            message = "expected prompt to be Unicode text, got lone surrogates"
+            raise RefusedError(400, message, None, "prompt")
     return prompts
 
 
-def _is_token(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**62
+def _is_tokens(value: Any) -> bool:
+    known = isinstance(value, list) and len(value) > 0
+    return known and all(type(x) is int and 0 <= x < 2**62 for x in value)
 
 
 def short(value: Any) -> str:

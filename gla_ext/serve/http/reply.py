@@ -23,8 +23,7 @@ class Reply(Response):
     """What becomes of sequences.
 
     Args:
-        ident, model: of the reply.
-        asked: the request.
+        ident, model, asked: of the reply, and the request.
         sequences: its choices.
         tokenizer: for the names of tokens, or None.
         inbox: gets (sequence, delta) as they come.

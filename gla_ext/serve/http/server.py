@@ -32,7 +32,6 @@ def serve(
     shutdown_seconds. A second SIGINT ends it at once.
 
     Args:
-        engine: the engine.
         host: which addresses to listen on. Default: '127.0.0.1', this machine alone.
         port: 0 takes a free one. Default: 8000.
         options: see `Options`.
