@@ -7,7 +7,8 @@
 // reads   x [N, V], y [N]; backward dloss, lse [N]
 // writes  loss, z lse², lse [N]; dx [N, V], which may overwrite x
 // Sums are fp32, in an order that depends only on V; dx is rounded once. A row that does not count
-// is not read. The kernel that computes both reads a row twice, the second time from the L2 cache.
+// is not read. The kernel that computes loss and gradient reads a row twice, the second time from
+// the L2 cache.
 #include "cuda/device/rows.cuh"
 #include "cuda_kernels.h"
 

@@ -4,9 +4,9 @@
 //   S' = 2^b_C S + sum over j of k_j (to_end_j v_j)^T          from 0, first chunk first
 //   dS = 2^b_C dS' + sum over i of q_i (from_start_i do_i)^T   from 0, last chunk first
 //
-// An operand that is multiplied by a factor is rounded to bf16. For the dots of backward's sweeps
-// it must be the one that these round (sweep.cuh): to_end_j k_j, and from_start_i q_i. Then keys
-// and values change places, and the state is written transposed.
+// An operand that is multiplied by a factor is rounded to bf16. For the dots of backward's sweeps,
+// the summaries must round the same operands as these sweeps (sweep.cuh): to_end_j k_j, and
+// from_start_i q_i. Then keys and values change places, and the state is written transposed.
 //
 // grid    (summary, head, 128 values), times groups of 128 keys if transposed; a producer and two
 //         consumer warpgroups

@@ -46,7 +46,7 @@ struct alignas(1024) PreparedChunk {
   static_assert(kBytes <= prepared_bytes(kGroups * kGroupKeys));
 };
 
-// prepare.cu writes these members in one copy or at computed offsets.
+// prepare.cu computes the addresses of A and `strong` from this order.
 static_assert(offsetof(PreparedChunk<2>, A) == 2 * sizeof(KeyGroup));
 static_assert(offsetof(PreparedChunk<2>, strong) == offsetof(PreparedChunk<2>, A) + kTileBytes);
 

@@ -50,7 +50,7 @@ struct Items {
   __device__ __forceinline__ int count() const { return kItems == 1 ? 1 : taken; }
 
   // Calls f(segment, first value of the block, before); before: how many chunks each block has
-  // gated in earlier items
+  // gated in earlier items.
   template <class F>
   __device__ __forceinline__ void for_items(const Problem& p, const Cluster& cluster, F&& f) const {
     const int v_clusters = value_clusters(p);

@@ -159,8 +159,8 @@ __device__ __forceinline__ float4 load_boundary(const Problem& p, const StateMat
   return x;
 }
 
-// Whether a first segment starts from the scan's copy of the initial state. Its row of the pool may
-// already be overwritten by the sequence's last segment when this one starts.
+// Whether a first segment starts from the scan's copy of the initial state. By the time this
+// segment starts, the sequence's last segment may have overwritten the row of the pool.
 __device__ __forceinline__ bool starts_from_scan(const Problem& p, const Segment& segment) {
   return is_on_pool(p) && segment.first && !segment.last;
 }

@@ -251,7 +251,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<kTiles>& acc, float
   if (thread_index() % 2 == 0) s.sums().states[channel] = sum;
 }
 
-// Scales both accumulators like the products inside the chunk.
+// Scales both accumulators to match the products inside the chunk.
 __device__ __forceinline__ void scale_inter(Accumulators<1>& acc, const Shared<1>& s, bool strong) {
   const Place at;
 #pragma unroll

@@ -35,8 +35,8 @@ struct OwnOperands<false> {
   float b_last[kTile];
 };
 
-// A warpgroup has 64 / kWarpgroups columns of A and dA. kChannels counts the channel pairs of all
-// threads, also of those without a tile.
+// A warpgroup has 64 / kWarpgroups columns of A and dA. kChannels: channels of all threads' channel
+// pairs, including threads without a tile.
 template <int kTilesOfKeys>
 struct Shared {
   static constexpr int kTiles = kTilesOfKeys, kWarpgroups = kGroupsFor<kTiles>;

@@ -93,8 +93,8 @@ __device__ __forceinline__ void gate(Stage& tiles, float* b_last, bool strong, f
   }
 }
 
-// Makes q^ and k^ of every chunk, and bf16 dS~ from dS~ in registers; then adds to dS for the next
-// chunk.
+// Makes q^ and k^ of every chunk, and bf16 dS~ from dS~ in registers; then updates dS for the
+// sweep's next chunk.
 __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
   using F = Fields<Sweep::kStateGrads>;
   const Segment& segment = s.segment;

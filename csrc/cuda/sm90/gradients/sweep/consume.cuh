@@ -171,8 +171,8 @@ class Consumer {
       TileRows rows;
       rows.read(tile);
       // The tile that the other block's next bulk copy will overwrite has been read. This fence
-      // covers all earlier reads and so makes the arrival below tell the other block; the arrival
-      // alone, with this block's scope, would not.
+      // covers all earlier reads, so the arrival below also tells the other block about them; the
+      // arrival alone, which has this block's scope, would not.
       fence_for_products();
       __syncwarp();
       if (threadIdx.x % kWarp == 0)

@@ -72,7 +72,7 @@ __device__ __forceinline__ void store_sums(RowSums& rows, float* sums, const flo
 }
 
 // Holds dS~ in registers. For each slice, stores dS~ in bf16 in this block and in the block that
-// makes the slice's dv, then adds the chunk to it for the previous chunk.
+// makes the slice's dv, then updates dS~ for the previous chunk.
 template <int kSlices, class SharedOfKernel>
 __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p, int rank) {
   using F = Fields<Sweep::kStateGrads>;
