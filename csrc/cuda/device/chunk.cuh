@@ -11,9 +11,9 @@ enum class Sweep { kStates, kStateGrads };
 
 struct Chunk {
   int64_t row, start;  // batch row, first token
-  int32_t length;      // tokens; 0: the slot is not used by a sequence
+  int32_t length;      // tokens; 0: the entry is not used by a sequence
   int32_t head;
-  int64_t slot;   // index of (row, slot, head) in `tiers`
+  int64_t entry;  // index of (row, entry, head) in `tiers`
   int64_t state;  // index of the [K, V] matrix in S and dS; of a chunk pair the pair's
   bool tail;      // tokens after the last sequence: results are zero
 };
@@ -24,19 +24,19 @@ __host__ __device__ constexpr auto blocks_of(T columns, Tile tile) {
   return (columns + tile - 1) / tile;
 }
 
-// The chunk number `index` of [B, slots, H]. The host keeps the index within a grid's 31 bits;
+// The chunk number `index` of [B, entries, H]. The host keeps the index within a grid's 31 bits;
 // 32-bit divisions are faster.
 template <class Index>
 __device__ __forceinline__ Chunk find_chunk(const Problem& p, Index index) {
   const ChunkGrid& grid = p.grid;
-  const Index row_slot = index / static_cast<Index>(p.H);
-  const auto head = static_cast<int32_t>(index - row_slot * static_cast<Index>(p.H));
+  const Index row_entry = index / static_cast<Index>(p.H);
+  const auto head = static_cast<int32_t>(index - row_entry * static_cast<Index>(p.H));
   if (grid.packed) {
-    const ChunkSlot slot = grid.chunk_slots[row_slot];
-    return {0, slot.start, slot.length, head, index, index, slot.sequence == grid.N};
+    const ChunkEntry entry = grid.chunk_entries[row_entry];
+    return {0, entry.start, entry.length, head, index, index, entry.sequence == grid.N};
   }
-  const Index slots = static_cast<Index>(grid.slots), row = row_slot / slots;
-  const int64_t start = static_cast<int64_t>(row_slot - row * slots) * kChunk;
+  const Index entries = static_cast<Index>(grid.entries), row = row_entry / entries;
+  const int64_t start = static_cast<int64_t>(row_entry - row * entries) * kChunk;
   const int64_t left = grid.T - start;
   return {row,   start, static_cast<int32_t>(left < kChunk ? left : kChunk), head, index,
           index, false};

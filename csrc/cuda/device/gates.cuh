@@ -38,7 +38,7 @@ __device__ __forceinline__ bool out_of_tier1(float b, float b_last) {
 }
 
 __device__ __forceinline__ bool in_tier1(const Problem& p, const Chunk& chunk) {
-  const uint8_t* flags = p.tiers + chunk.slot * kMaxTierBlocks;
+  const uint8_t* flags = p.tiers + chunk.entry * kMaxTierBlocks;
   bool out = false;
   for (int i = 0; i * kTierBlock < p.K; ++i) out |= flags[i] != 0;
   return !out;
@@ -57,7 +57,7 @@ template <class F>
 __device__ __forceinline__ void for_strong_chunks(const Problem& p, int parts, F&& f,
                                                   unsigned block = blockIdx.x) {
   // The host keeps the number of chunks within a grid's 31 bits.
-  const auto chunks = static_cast<uint32_t>(p.grid.B * p.grid.slots * p.H);
+  const auto chunks = static_cast<uint32_t>(p.grid.B * p.grid.entries * p.H);
   const auto step = static_cast<uint32_t>(strong_blocks(chunks));
   for (uint32_t first = block / parts; first < chunks; first += 32 * step) {
     const uint32_t mine = first + threadIdx.x % 32 * step;

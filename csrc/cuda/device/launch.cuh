@@ -69,7 +69,7 @@ void with_gated_access(const Problem& p, const Problem& values, F&& f) {
 
 // The number of chunks of all batch rows and heads.
 inline int64_t chunk_heads(const Problem& p) {
-  return p.grid.T == 0 ? 0 : p.grid.B * p.grid.slots * p.H;
+  return p.grid.T == 0 ? 0 : p.grid.B * p.grid.entries * p.H;
 }
 
 // The number of blocks of a kernel for strong chunks, `parts` per chunk.

@@ -44,7 +44,7 @@ class Call {
   // The same of one gate a head, [B, T, H, 1]; 0 elements too where it is not asked for.
   at::Tensor head_gate_grad(Rows& rows, const OptionalTensor& g);
   at::Tensor output_state(float*& state);
-  // Slots that no sequence needs are zero.
+  // Entries that no sequence needs are zero.
   at::Tensor output_chunk_states(void*& states, DType& dtype, at::ScalarType type);
   at::Tensor not_asked_for(at::ScalarType dtype) const;
 

@@ -2,13 +2,13 @@
 // captured graph can be replayed with other offsets.
 //
 // reads   cu_seqlens [N + 1]
-// writes  sequences [N + 1], of which the last is the tokens after every sequence; chunk_slots
-//         [slots]
+// writes  sequences [N + 1], of which the last is the tokens after every sequence; chunk_entries
+//         [entries]
 //
 // For the fused path it also writes by_last_segment [N + 1] (sequences sorted by their last
 // segments), cut_sequences (sequences of several segments) and totals. On a pool the recurrence
-// takes short sequences. These have no chunks here, and no row in the slots that the other kernels
-// read.
+// takes short sequences. These have no chunks here, and no row in the entries that the other
+// kernels read.
 //
 // Offsets are clamped to [0, T], so that wrong offsets never lead outside a tensor. The results are
 // then undefined, and so, on a pool, are the rows of the call's own sequences.
@@ -55,7 +55,7 @@ __device__ void sort_sequences(const ChunkGrid& grid) {
   constexpr int kEach = kSortedEach;
   using Sort = cub::BlockRadixSort<uint32_t, kMapThreads, kEach, int32_t>;
   __shared__ typename Sort::TempStorage storage;
-  const int64_t most = grid.segment_chunks > 0 ? grid.segment_chunks : grid.slots;
+  const int64_t most = grid.segment_chunks > 0 ? grid.segment_chunks : grid.entries;
   int bits = 1;  // of a sort key
   while (most + 1 >= int64_t{1} << bits) ++bits;
   for (int64_t first = 0; first <= grid.N; first += kMapThreads * kEach) {
@@ -114,10 +114,10 @@ __global__ void __launch_bounds__(kMapThreads) map_sequences(Problem p) {
     const int64_t chunks = (sequence.length + kChunk - 1) / kChunk;
     int64_t before, total;
     Scan(storage).ExclusiveSum(chunks, before, total);
-    sequence.first_slot = done + before;
+    sequence.first_entry = done + before;
     if (n <= grid.N) {
-      // Decreasing offsets could need more chunks than S and the slots have.
-      const int64_t left = (n < grid.N ? grid.chunks : grid.slots) - sequence.first_slot;
+      // Decreasing offsets could need more chunks than S and the entries have.
+      const int64_t left = (n < grid.N ? grid.chunks : grid.entries) - sequence.first_entry;
       if (chunks > left) sequence.length = left > 0 ? left * kChunk : 0;
       grid.sequences[n] = sequence;
     }
@@ -160,22 +160,22 @@ __global__ void __launch_bounds__(kMapThreads) map_sequences(Problem p) {
                   are_last ? segments_done / kOneSequence : grid.N + 1};
 }
 
-// One thread per slot; then one block that sorts the sequences, if the order is needed.
+// One thread per entry; then one block that sorts the sequences, if the order is needed.
 __global__ void __launch_bounds__(kMapThreads) map_chunks(Problem p) {
   const ChunkGrid& grid = p.grid;
-  if (blockIdx.x == blocks_of(grid.slots, kMapThreads)) return sort_sequences(grid);
-  const int64_t slot = static_cast<int64_t>(blockIdx.x) * kMapThreads + threadIdx.x;
-  if (slot >= grid.slots) return;
-  const uint32_t n = find_packed(grid, static_cast<uint32_t>(slot),
-                                 [&](uint32_t n) { return grid.sequences[n].first_slot; });
+  if (blockIdx.x == blocks_of(grid.entries, kMapThreads)) return sort_sequences(grid);
+  const int64_t entry = static_cast<int64_t>(blockIdx.x) * kMapThreads + threadIdx.x;
+  if (entry >= grid.entries) return;
+  const uint32_t n = find_packed(grid, static_cast<uint32_t>(entry),
+                                 [&](uint32_t n) { return grid.sequences[n].first_entry; });
   const Sequence sequence = grid.sequences[n];
-  const int64_t done = (slot - sequence.first_slot) * kChunk;
+  const int64_t done = (entry - sequence.first_entry) * kChunk;
   const int64_t left = sequence.length - done;
-  grid.chunk_slots[slot] = {sequence.start + done,
-                            static_cast<int32_t>(left <= 0       ? 0
-                                                 : left < kChunk ? left
-                                                                 : kChunk),
-                            static_cast<int32_t>(n < grid.N && is_skipped(p, n) ? grid.N : n)};
+  grid.chunk_entries[entry] = {sequence.start + done,
+                               static_cast<int32_t>(left <= 0       ? 0
+                                                    : left < kChunk ? left
+                                                                    : kChunk),
+                               static_cast<int32_t>(n < grid.N && is_skipped(p, n) ? grid.N : n)};
 }
 
 }  // namespace steps
@@ -185,7 +185,7 @@ void launch_map_sequences(const Problem& p, cudaStream_t stream) {
 }
 
 void launch_map_chunks(const Problem& p, cudaStream_t stream) {
-  const int64_t blocks = blocks_of(p.grid.slots, kMapThreads);
+  const int64_t blocks = blocks_of(p.grid.entries, kMapThreads);
   launch(steps::map_chunks, blocks + (p.grid.by_last_segment != nullptr), kMapThreads, p, stream);
 }
 

@@ -3,7 +3,7 @@
 // grid    (row, chunk, head, block of 64 channels); a thread has one token, 8 channels at a time
 // reads   g [B, T, H, K]
 // writes  b [B, T, H, K] fp32; if requested, b_suffix [B, T, H, K] fp32, the sum of x after a
-//         token; tiers [B, slots, H, blocks], whether b of a block leaves tier 1's range
+//         token; tiers [B, entries, H, blocks], whether b of a block leaves tier 1's range
 // Sums are fp32, in the order of CUB's block scan.
 #include <cub/block/block_scan.cuh>
 
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kScanThreads) gate_cumsum(Problem p) {
   store_block<kAccess>(s_x, p.b, chunk, first, p.K);
   if (p.tiers != nullptr) {
     const bool any_out = __syncthreads_or(out);
-    if (token == 0) p.tiers[chunk.slot * kMaxTierBlocks + block] = any_out;
+    if (token == 0) p.tiers[chunk.entry * kMaxTierBlocks + block] = any_out;
   }
   if (p.b_suffix.data == nullptr) return;
 
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads) chunk_tiers(Problem p) {
     for (int i = 0; i < 8; ++i) out |= row < chunk.length && out_of_tier1(x[i], last[i]);
   });
   const bool any_out = __syncthreads_or(out);
-  if (threadIdx.x == 0) p.tiers[chunk.slot * kMaxTierBlocks + block] = any_out;
+  if (threadIdx.x == 0) p.tiers[chunk.entry * kMaxTierBlocks + block] = any_out;
 }
 
 }  // namespace steps

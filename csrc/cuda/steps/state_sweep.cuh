@@ -159,7 +159,7 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
   if (multiplied > 0) load(0);
   const bool with_suffix = has_suffix<In>(p);
   for (int64_t i = 0; i < chunks; ++i) {
-    const int64_t state = ((sequence.first_slot + chunk_of(i)) * p.H + head) * matrix;
+    const int64_t state = ((sequence.first_entry + chunk_of(i)) * p.H + head) * matrix;
     if (threadIdx.x < kTile) s.b_last[threadIdx.x] = rows.b_last;
     if constexpr (kValueGated)
       if (threadIdx.x < kColumns) s_columns[threadIdx.x] = column_decay;

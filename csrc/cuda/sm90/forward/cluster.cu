@@ -5,7 +5,8 @@
 // grid    (segment, head, 256 values) by a cluster, which takes up to four of them in sequence; a
 //         block has two producer and two consumer warpgroups
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states
-// writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks]; for backward prepared chunks [B, slots,
+// writes  o [B, T, H, V], ht, tiers [B, entries, H, blocks]; for backward prepared chunks [B,
+// entries,
 //         H], without A of strong ones
 //
 // Block r of a cluster gates chunks r, r + 2, ... Its producers take these in turn; each producer

@@ -4,7 +4,7 @@
 //   o = A v + q^ S~      S~ = 2^from S      S' = 2^(b_C - from) (S~ + k^T v)
 //
 // grid    (segment, head, 128 values); a producer and two consumer warpgroups
-// reads   prepared chunks [B, slots, H] (after cluster summaries these have A of strong chunks
+// reads   prepared chunks [B, entries, H] (after cluster summaries these have A of strong chunks
 //         only), v [B, T, H, V], h0 or segment_states; only k^, the factors and v of replayed
 //         chunks
 // writes  o [B, T, H, V], ht

@@ -4,7 +4,7 @@
 // grid    (segment, head), up to four of these in sequence; two producer warpgroups and a consumer,
 //         two blocks a multiprocessor
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states
-// writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks]
+// writes  o [B, T, H, V], ht, tiers [B, entries, H, blocks]
 //
 // The producers share every chunk: each has half of the key channels, then half of A's columns.
 // They copy rows two chunks ahead, also those of the next segment. The consumer has the state of

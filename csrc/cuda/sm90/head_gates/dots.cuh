@@ -87,7 +87,7 @@ __device__ __forceinline__ void sum_dots(float (&sums)[kTile], const float (&o)[
   pair_at(sums, 2 * lane) = make_float2(x[0], x[1]);
 }
 
-// The place of a block's sums in [B, slots, H, parts, 64 tokens]. First come the sums of all
+// The place of a block's sums in [B, entries, H, parts, 64 tokens]. First come the sums of all
 // consumers of all blocks, then the pairs' sums of all blocks.
 template <class BlockOfKernel>
 __device__ __forceinline__ float* dots_at(const BlockOfKernel& s, const Problem& p, int chunk,

@@ -11,7 +11,7 @@
 // tokens. Nothing passes a reset, whose dg is 0.
 //
 // grid    (sequence, head); 64 threads for each of sixteen chunks at a time
-// reads   g [B, T, H], HeadGates [B, slots, H], the dots of both sweeps
+// reads   g [B, T, H], HeadGates [B, entries, H], the dots of both sweeps
 // writes  dg [B, T, H]
 // All in fp32, in a fixed order.
 #include "cuda/device/gates.cuh"
@@ -71,12 +71,12 @@ __global__ void __launch_bounds__(kThreadsOfBlock) kernel(Problem p) {
   const auto chunks = static_cast<int>(blocks_of(sequence.length, kChunk));
   for (int left = chunks; left > 0; left -= kAtOnce) {
     const int chunk = left - 1 - own;
-    const int64_t at = chunk * kChunk + token, slot = (sequence.first_slot + chunk) * p.H + head;
+    const int64_t at = chunk * kChunk + token, entry = (sequence.first_entry + chunk) * p.H + head;
     const bool there = chunk >= 0 && at < sequence.length;
     float given = 0, adds = 0, x = 0;
     if (there) {
-      const auto* of_q = static_cast<const float*>(p.dq_intra.data) + slot * all_parts * kChunk;
-      const auto* of_k = static_cast<const float*>(p.dk_intra.data) + slot * parts * kChunk;
+      const auto* of_q = static_cast<const float*>(p.dq_intra.data) + entry * all_parts * kChunk;
+      const auto* of_k = static_cast<const float*>(p.dk_intra.data) + entry * parts * kChunk;
       float pairs = 0, takes = 0;
       for (int part = 0; part < parts; ++part) {
         given += of_q[kChunk * part + token];
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock) kernel(Problem p) {
       s.sums[own][warp] = all;
       if (warp == 0)
         s.decays[own] =
-            chunk >= 0 ? reinterpret_cast<const HeadGates*>(p.prepared)[slot].decay[0] : 1.f;
+            chunk >= 0 ? reinterpret_cast<const HeadGates*>(p.prepared)[entry].decay[0] : 1.f;
     }
     __syncthreads();  // the chunks' sums are written
     if (warp == 0) run = joined(run, s.second[own]);

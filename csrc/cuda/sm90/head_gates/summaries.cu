@@ -10,7 +10,7 @@
 //
 // grid    (summary, head, 128 values), times groups of 128 keys if transposed; a producer and two
 //         consumer warpgroups
-// reads   k [B, T, H, K], v [B, T, H, V] (q and do), HeadGates [B, slots, H]
+// reads   k [B, T, H, K], v [B, T, H, V] (q and do), HeadGates [B, entries, H]
 // writes  segment_states (segment_state_grads) [B, states, H, K, V], and segment_decays [B, states,
 //         H, K], the sum of a segment's gates, repeated for every channel, as the scan reads them
 //

@@ -4,7 +4,7 @@
 //
 // grid    a warp for each (row, chunk, head), two tokens a lane
 // reads   g [B, T, H]
-// writes  HeadGates [B, slots, H] fp32
+// writes  HeadGates [B, entries, H] fp32
 //
 // After a reset or a strong gate, sums over a whole chunk lose digits, and so do the differences
 // that decays are made of. So b is kept as a sum of two floats: the second holds what the first
@@ -43,7 +43,7 @@ __device__ __forceinline__ Sum from_lane_before(Sum x, int lanes) {
 
 __global__ void __launch_bounds__(kWarps * 32) kernel(Problem p) {
   const uint32_t index = blockIdx.x * kWarps + threadIdx.x / 32;
-  if (index >= static_cast<uint32_t>(p.grid.B * p.grid.slots * p.H)) return;
+  if (index >= static_cast<uint32_t>(p.grid.B * p.grid.entries * p.H)) return;
   const Chunk chunk = find_chunk(p, index);
   if (chunk.length == 0 || chunk.tail) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;

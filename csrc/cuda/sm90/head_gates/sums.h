@@ -5,7 +5,7 @@
 
 namespace gla_ext::cuda {
 
-// Element (row, slot, head) of `Problem::prepared` when there is one gate a head.
+// Element (row, entry, head) of `Problem::prepared` when there is one gate a head.
 struct alignas(16) HeadGates {
   float b[kChunk][2];        // log2 units, as a sum of two floats
   float from_start[kChunk];  // scale 2^b

@@ -17,7 +17,7 @@
 //
 // grid    (segment, head, 128 values; 64 where kConsumers = 1); a producer and kConsumers consumer
 //         warpgroups
-// reads   q, k [B, T, H, K], v [B, T, H, V], h0 or segment_states, HeadGates [B, slots, H]
+// reads   q, k [B, T, H, K], v [B, T, H, V], h0 or segment_states, HeadGates [B, entries, H]
 // writes  o [B, T, H, V], ht
 //
 // A sweep "with dots" also writes, in fp32, the terms of the gates' gradient: w_i . o_i of every

@@ -12,7 +12,8 @@
 // grid    as many blocks as are resident, of two warpgroups; a block takes (row, chunk, head) items
 //         gridDim.x apart, 128 key channels at a time
 // reads   q, k, g [B, T, H, K]; in backward v, do [B, T, H, V] of strong chunks
-// writes  prepared chunks [B, slots, H], tiers [B, slots, H, blocks]; A of tier-1 chunks only where
+// writes  prepared chunks [B, entries, H], tiers [B, entries, H, blocks]; A of tier-1 chunks only
+// where
 //         something reads it (with_A); in backward dq_intra, dk_intra, dg_intra [B, T, H, K] fp32
 //         of strong chunks
 //
@@ -55,7 +56,7 @@ struct Item {
     return item;
   }
   __device__ __forceinline__ bool is_there(const Problem& p) const {
-    return index < static_cast<uint32_t>(p.grid.B * p.grid.slots) * p.H;
+    return index < static_cast<uint32_t>(p.grid.B * p.grid.entries) * p.H;
   }
   __device__ __forceinline__ Chunk chunk(const Problem& p) const { return find_chunk(p, index); }
   __device__ __forceinline__ bool is_last_of_chunk(const Problem& p) const {

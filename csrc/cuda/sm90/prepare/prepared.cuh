@@ -50,17 +50,18 @@ struct alignas(1024) PreparedChunk {
 static_assert(offsetof(PreparedChunk<2>, A) == 2 * sizeof(KeyGroup));
 static_assert(offsetof(PreparedChunk<2>, strong) == offsetof(PreparedChunk<2>, A) + kTileBytes);
 
-// The prepared chunk number `index` of [B, slots, H], from its group number `group` of 128 key
+// The prepared chunk number `index` of [B, entries, H], from its group number `group` of 128 key
 // channels on.
 __device__ __forceinline__ unsigned char* prepared_at(const Problem& p, int64_t index,
                                                       int group = 0) {
   return p.prepared + index * prepared_bytes(p.K) + group * static_cast<int64_t>(sizeof(KeyGroup));
 }
 
-// A factor of chunk `slot`, for the key channels from `channel` to the end of their group.
-__device__ __forceinline__ const float* factors_at(const Problem& p, int64_t slot, Factor factor,
+// A factor of chunk `entry`, for the key channels from `channel` to the end of their group.
+__device__ __forceinline__ const float* factors_at(const Problem& p, int64_t entry, Factor factor,
                                                    int channel) {
-  const auto* group = reinterpret_cast<const KeyGroup*>(prepared_at(p, slot, channel / kGroupKeys));
+  const auto* group =
+      reinterpret_cast<const KeyGroup*>(prepared_at(p, entry, channel / kGroupKeys));
   return group->factors[factor] + channel % kGroupKeys;
 }
 

@@ -39,7 +39,7 @@ __device__ __forceinline__ void fold_segments(const Problem& p, int64_t block) {
   const int64_t count = p.grid.segments;
   const float* summaries = kBackwards ? p.segment_state_grads : p.segment_states;
   const float* boundary = kBackwards ? p.dht : p.h0;
-  const auto slot_of = [&](int64_t i) {
+  const auto entry_of = [&](int64_t i) {
     return (n * count + (kBackwards ? count - 1 - i : i)) * p.H + head;
   };
   float4 x = load_boundary(p, matrix_of(p, boundary, n, head), k, at - k * p.V);
@@ -51,9 +51,9 @@ __device__ __forceinline__ void fold_segments(const Problem& p, int64_t block) {
     for (int i = 0; i < kAtOnce; ++i) {
       const bool there = start + i < count;
       own[i] = there
-                   ? *reinterpret_cast<const float4*>(summaries + slot_of(start + i) * matrix + at)
+                   ? *reinterpret_cast<const float4*>(summaries + entry_of(start + i) * matrix + at)
                    : make_float4(0.f, 0.f, 0.f, 0.f);
-      decays[i] = there ? p.segment_decays[slot_of(start + i) * p.K + k] : 0.f;
+      decays[i] = there ? p.segment_decays[entry_of(start + i) * p.K + k] : 0.f;
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {

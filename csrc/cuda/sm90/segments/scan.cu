@@ -17,7 +17,7 @@
 //
 // grid    that of for_strong_chunks, after the blocks of the scan
 // reads   q, k, g [B, T, H, K], tiers
-// writes  A of prepared chunks [B, slots, H]
+// writes  A of prepared chunks [B, entries, H]
 #include "cuda/device/gates.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/sm90.h"
@@ -63,11 +63,11 @@ __device__ __forceinline__ void scan_segments(const Problem& p, int64_t block, b
   float* entering = backwards ? p.segment_state_grads : p.segment_states;
   const float* summaries = backwards ? p.summary_grads : p.summaries;
   if (summaries == nullptr) summaries = entering;
-  const auto slot_of = [&](int64_t i) {
+  const auto entry_of = [&](int64_t i) {
     return (first + (backwards ? count - 1 - i : i)) * p.H + head;
   };
   const auto summary_of = [&](int64_t i) {
-    return *reinterpret_cast<const float4*>(summaries + slot_of(i) * matrix + at);
+    return *reinterpret_cast<const float4*>(summaries + entry_of(i) * matrix + at);
   };
   for (int64_t start = 0; start < count; start += kAtOnce) {
     float4 own[kAtOnce];
@@ -76,12 +76,12 @@ __device__ __forceinline__ void scan_segments(const Problem& p, int64_t block, b
     for (int i = 0; i < kAtOnce; ++i) {
       const bool summed = start + i < count - 1;
       own[i] = summed ? summary_of(start + i) : make_float4(0.f, 0.f, 0.f, 0.f);
-      decays[i] = summed ? p.segment_decays[slot_of(start + i) * p.K + k] : 0.f;
+      decays[i] = summed ? p.segment_decays[entry_of(start + i) * p.K + k] : 0.f;
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       if (start + i >= count) return;
-      *reinterpret_cast<float4*>(entering + slot_of(start + i) * matrix + at) = x;
+      *reinterpret_cast<float4*>(entering + entry_of(start + i) * matrix + at) = x;
       const float decay = exp2_ftz(decays[i]);
       x = make_float4(decay * x.x + own[i].x, decay * x.y + own[i].y, decay * x.z + own[i].z,
                       decay * x.w + own[i].w);

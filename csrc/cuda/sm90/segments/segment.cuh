@@ -12,7 +12,7 @@ namespace gla_ext::cuda::sm90 {
 struct Segment {
   int64_t n, row;
   int64_t start, length;  // tokens
-  int64_t first_slot;     // of its first chunk, in S and in a packed batch's chunk_slots
+  int64_t first_entry;    // of its first chunk, in S and in a packed batch's chunk_entries
   // Indices in segment_states of its first and last summary; set only if the sequence has several
   // segments.
   int64_t state, last_state;
@@ -25,9 +25,9 @@ struct Segment {
     return static_cast<int>(left < kChunk ? left : kChunk);
   }
   __device__ __forceinline__ int64_t token_of(int chunk) const { return start + chunk * kChunk; }
-  // Index of (row, slot, head) in `tiers`, and of the chunk's matrix in S and dS.
+  // Index of (row, entry, head) in `tiers`, and of the chunk's matrix in S and dS.
   __device__ __forceinline__ int64_t chunk_head(const Problem& p, int chunk) const {
-    return (first_slot + chunk) * p.H + head;
+    return (first_entry + chunk) * p.H + head;
   }
 };
 
@@ -65,7 +65,7 @@ __device__ __forceinline__ Segment segment_at(const Problem& p, uint32_t n, uint
   s.row = grid.packed ? 0 : n;
   s.start = sequence.start + static_cast<int64_t>(skipped) * kChunk;
   s.length = sequence.length - static_cast<int64_t>(skipped) * kChunk;
-  s.first_slot = sequence.first_slot + skipped;
+  s.first_entry = sequence.first_entry + skipped;
   s.chunks = static_cast<int>(replayed + own);
   s.replayed = static_cast<int>(replayed);
   s.state = (sequence.first_state + before) * p.H + head;
@@ -92,28 +92,28 @@ __device__ __forceinline__ Segment find_segment(const Problem& p, int64_t index)
   const ChunkGrid& grid = p.grid;
   const auto i = static_cast<uint32_t>(index), H = static_cast<uint32_t>(p.H);
   const auto each = static_cast<uint32_t>(grid.segment_chunks);
-  const uint32_t slot = i / H, head = i - slot * H;
-  uint32_t n = slot, part = 0, summary_chunks = each;
+  const uint32_t entry = i / H, head = i - entry * H;
+  uint32_t n = entry, part = 0, summary_chunks = each;
   if (grid.packed) {
     const auto followed = static_cast<uint32_t>(grid.totals->followed);
     summary_chunks = static_cast<uint32_t>(grid.totals->summary_chunks);
-    if (slot >= followed) {
+    if (entry >= followed) {
       // On a pool, the sequences that the recurrence takes come last, so one comparison finds them.
-      if (kMayBeOnPool ? slot - followed >= grid.totals->visited : slot - followed > grid.N)
+      if (kMayBeOnPool ? entry - followed >= grid.totals->visited : entry - followed > grid.N)
         return no_segment();
-      n = grid.by_last_segment[slot - followed];
+      n = grid.by_last_segment[entry - followed];
       const uint32_t chunks = chunks_of(grid.sequences[n]);
       if (each > 0 && chunks > each) part = (chunks - 1) / each;
     } else {
       const auto before = [&](uint32_t n) {
         return static_cast<uint32_t>(grid.sequences[n].first_segment) - n;
       };
-      n = find_packed(grid, slot, before);
-      part = slot - before(n);
+      n = find_packed(grid, entry, before);
+      part = entry - before(n);
     }
   } else if (each > 0) {
-    n = slot / static_cast<uint32_t>(grid.segments);
-    part = slot - n * static_cast<uint32_t>(grid.segments);
+    n = entry / static_cast<uint32_t>(grid.segments);
+    part = entry - n * static_cast<uint32_t>(grid.segments);
   }
   return segment_at<kMayBeOnPool>(p, n, part, each, summary_chunks, head);
 }
@@ -170,7 +170,7 @@ __device__ __forceinline__ StateMatrix checkpoint_after(const Problem& p, const 
                                                         int chunk) {
   if (p.pool.checkpoint_chunks == 0 || chunk < 0) return {};
   if ((chunk + 1) * kChunk > segment.length) return {};
-  const int64_t before = segment.first_slot - find_sequence(p, segment.n).first_slot;
+  const int64_t before = segment.first_entry - find_sequence(p, segment.n).first_entry;
   return checkpoint_of(p, segment.n, (before + chunk + 1) * kChunk, segment.head);
 }
 

@@ -8,7 +8,8 @@
 // grid    (segment, head, 256 values) by a cluster, which takes up to four of them in sequence; a
 //         block has two producer and two consumer warpgroups; no packed sequences
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0
-// writes  prepared chunks [B, slots, H], tiers [B, slots, H, blocks], S~ of every chunk as tiles
+// writes  prepared chunks [B, entries, H], tiers [B, entries, H, blocks], S~ of every chunk as
+// tiles
 //         [B, chunks, H]. For summaries: segment_states and segment_decays in place of S~, and A
 //         only if kWithA
 //

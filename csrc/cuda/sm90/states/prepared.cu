@@ -6,7 +6,7 @@
 //
 // grid    (sweep, segment, head, 128 key channels (K of 129 to 192: all), 128 values); a producer
 //         and two or three consumer warpgroups. Summaries: a summary in place of a segment.
-// reads   prepared chunks [B, slots, H]; v h0, or do dht; segment_states, segment_state_grads
+// reads   prepared chunks [B, entries, H]; v h0, or do dht; segment_states, segment_state_grads
 // writes  S~ and, unless gradients are swept, dS~ of every chunk, as tiles [B, chunks, H]; with
 //         chunk pairs S~ of the first and dS~ of the second chunk, [B, pairs, H]; with dS~ also
 //         dh0. Summaries: only segment_states or segment_state_grads, and segment_decays.

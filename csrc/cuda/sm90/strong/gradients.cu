@@ -5,7 +5,8 @@
 // grid    that of for_strong_chunks; one block does all of a chunk, A and then 64 key channels at a
 //         time, so that few blocks have nothing to do
 // reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers
-// writes  A, unless forward has stored it, bf16, [B, T, H, C] or in prepared chunks [B, slots, H];
+// writes  A, unless forward has stored it, bf16, [B, T, H, C] or in prepared chunks [B, entries,
+// H];
 //         dq_intra, dk_intra, dg_intra [B, T, H, K] fp32
 //
 // dA stays in shared memory, in bf16. Everything else is fp32.

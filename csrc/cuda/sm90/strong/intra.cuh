@@ -12,7 +12,7 @@ namespace gla_ext::cuda::sm90 {
 __device__ __forceinline__ void write_prepared_A(const Problem& p, const Chunk& chunk,
                                                  const bf16* scores) {
   auto* A = reinterpret_cast<Tile*>(
-      prepared_at(p, chunk.slot, static_cast<int>(blocks_of(p.K, kGroupKeys))));
+      prepared_at(p, chunk.entry, static_cast<int>(blocks_of(p.K, kGroupKeys))));
   for_eights<kTile, kTile>([&](int, int row, int column) {
     // Rows after the last token are set to zero by a select: zeros in q would not undo a NaN.
     Eight<bf16> x{};

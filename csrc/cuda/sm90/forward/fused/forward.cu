@@ -10,7 +10,8 @@
 //         of at most 64 and bf16 gates use forward/small.cu.
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states; only g, k and v of replayed
 //         chunks
-// writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks]; for backward prepared chunks [B, slots,
+// writes  o [B, T, H, V], ht, tiers [B, entries, H, blocks]; for backward prepared chunks [B,
+// entries,
 //         H], without A of strong ones
 //
 // The producers take the chunks in turn and do everything that does not need the state: a producer

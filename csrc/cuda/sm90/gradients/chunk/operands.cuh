@@ -45,7 +45,7 @@ __device__ __forceinline__ void copy_operands(Tile (&tiles)[kTiles], const unsig
 template <int kTiles>
 __device__ __forceinline__ void load_operands(Shared<kTiles>& s, const Problem& p,
                                               const Chunk& chunk) {
-  const unsigned char* operands = prepared_at(p, chunk.slot);
+  const unsigned char* operands = prepared_at(p, chunk.entry);
   copy_operands(s.q, operands);
   copy_operands(s.k, operands + offsetof(KeyGroup, k));
   commit_copies();

@@ -12,7 +12,7 @@ __device__ __forceinline__ void copy_scores(Shared<kTiles>& s, const Problem& p,
                                             const Chunk& chunk) {
   constexpr int kGroups = kGroupsFor<kTiles>;
   if constexpr (kReady<kTiles>) {
-    const unsigned char* A = prepared_at(p, chunk.slot, kGroupsOf<kTiles>);
+    const unsigned char* A = prepared_at(p, chunk.entry, kGroupsOf<kTiles>);
 #pragma unroll
     for (int at = 0; at < kTileBytes; at += kGroups * kGroupThreads * 16) {
       const int offset = thread_index() * 16 + at;
@@ -235,7 +235,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<kTiles>& acc, float
       if (kReady<kTiles> && !s.kAhead) fence_for_products();  // the states are read
       __syncthreads();  // dv is written, the operands are read
       if (s.kAhead)
-        copy_operands(s.q, prepared_at(p, s.chunk.slot), s.kKeptTiles);
+        copy_operands(s.q, prepared_at(p, s.chunk.entry), s.kKeptTiles);
       else if (more)
         copy_next();
     }

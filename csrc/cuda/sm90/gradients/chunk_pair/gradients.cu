@@ -9,7 +9,7 @@
 //   rowsum(S~1 dS~1) = p (m2 rowsum(S~1 dS~2) + sum_t q^2_t (do2 S~1^T)_t)
 //   rowsum(S~2 dS~2) = p (m1 rowsum(S~1 dS~2) + sum_t k^1_t (v1 dS~2^T)_t)
 //
-// grid    (row, pair of slots, head, chunk of the pair), clusters of two blocks; four warpgroups
+// grid    (row, pair of entries, head, chunk of the pair), clusters of two blocks; four warpgroups
 // reads   as gradients/chunk over prepared chunks, which have A; also q^ or k^, and do or v, of the
 //         other chunk
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V]
@@ -91,7 +91,7 @@ __device__ __forceinline__ void scores_of_pair(PairShared<kTiles>& s, const Prob
   wait_for_products<0>();
   store_columns(s.pair_scores(), A);
   if (!second_strong) return;
-  const float* middle = factors_at(p, s.other_slot(p), kMiddle, keys.channel());
+  const float* middle = factors_at(p, s.other_entry(p), kMiddle, keys.channel());
 #pragma unroll
   for (int e = 0; e < 8; ++e) by[e] = middle[e];
   __syncthreads();  // p k^ is read
@@ -171,7 +171,7 @@ __device__ __forceinline__ void make_pair_gradients(PairShared<kTiles>& s, const
   const bool is_first = pair_chunk.role == Role::kFirst;
   const bool strong = __any_sync(0xffffffffu, !in_tier1(p, pair_chunk.chunk));
   Chunk other_chunk = pair_chunk.chunk;
-  other_chunk.slot = other_slot(p, pair_chunk.chunk, is_first);
+  other_chunk.entry = other_entry(p, pair_chunk.chunk, is_first);
   const bool other_strong = __any_sync(0xffffffffu, !in_tier1(p, other_chunk));
   load_pair_operands(s, p, pair_chunk);
   fence_for_products();
@@ -187,7 +187,7 @@ __device__ __forceinline__ void make_pair_gradients(PairShared<kTiles>& s, const
   auto& operands = s.states(p.V - 1 + kTile);
   auto &other_operand = operands.S, &own_operand = operands.dS;
   auto& to_send = s.sums().dg;
-  copy_operand(s.q, p, s.chunk.slot, /*keys=*/false);
+  copy_operand(s.q, p, s.chunk.entry, /*keys=*/false);
   commit_copies();
   const Part<kTiles> part;
   if (!part.makes_x())
@@ -201,7 +201,7 @@ __device__ __forceinline__ void make_pair_gradients(PairShared<kTiles>& s, const
     acc.for_tiles([&](float (&d)[32], bool, int tile) {
       sum_tokens<kTiles>(to_send, is_first ? s.k : own_operand, d, tile);
       if (other_strong)
-        scale_columns(d, factors_at(p, s.other_slot(p), kMiddle, tile * kTile) + 2 * Place().t);
+        scale_columns(d, factors_at(p, s.other_entry(p), kMiddle, tile * kTile) + 2 * Place().t);
     });
     part.by_width([&](auto two) {
       begin_products();
@@ -221,14 +221,14 @@ __device__ __forceinline__ void make_pair_gradients(PairShared<kTiles>& s, const
   wait_for_cluster();         // the other block has started
   __syncthreads();            // and the sums to send are written
   if (is_first && !strong) {  // k^ again, unscaled, for the sums of dg
-    copy_operand(s.k, p, s.chunk.slot, /*keys=*/true);
+    copy_operand(s.k, p, s.chunk.entry, /*keys=*/true);
     commit_copies();
   }
   const int thread = thread_index();
   constexpr int kKeys = kTiles * kTile;
   if (thread < kKeys) {
-    const float own = strong ? *factors_at(p, s.chunk.slot, kMiddle, thread) : 1.f;
-    const float other = other_strong ? *factors_at(p, s.other_slot(p), kMiddle, thread) : 1.f;
+    const float own = strong ? *factors_at(p, s.chunk.entry, kMiddle, thread) : 1.f;
+    const float other = other_strong ? *factors_at(p, s.other_entry(p), kMiddle, thread) : 1.f;
     float& states = s.sums().states[thread];
     states *= own * s.pass[thread] * other;
     float sum = 0;

@@ -9,9 +9,10 @@ namespace gla_ext::cuda::sm90::gradients::chunk_pair {
 
 using namespace chunk;  // computes a chunk without a partner
 
-// Slot of the pair's other chunk.
-__device__ __forceinline__ int64_t other_slot(const Problem& p, const Chunk& chunk, bool is_first) {
-  return chunk.slot + (is_first ? p.H : -p.H);
+// Entry of the pair's other chunk.
+__device__ __forceinline__ int64_t other_entry(const Problem& p, const Chunk& chunk,
+                                               bool is_first) {
+  return chunk.entry + (is_first ? p.H : -p.H);
 }
 
 // Factors of a state between the two chunks: 2^(b_C - to) of the first and 2^from of the second.
@@ -45,12 +46,12 @@ struct PairShared : Shared<kTiles> {
   __device__ __forceinline__ PairFactors& factors() {
     return *reinterpret_cast<PairFactors*>(&this->operands.states[1].dS[0]);
   }
-  __device__ __forceinline__ int64_t other_slot(const Problem& p) const {
-    return chunk_pair::other_slot(p, this->chunk, is_first);
+  __device__ __forceinline__ int64_t other_entry(const Problem& p) const {
+    return chunk_pair::other_entry(p, this->chunk, is_first);
   }
 };
 
-// Copies `leave` of slot `first` and `enter` of slot `second`.
+// Copies `leave` of entry `first` and `enter` of entry `second`.
 __device__ __forceinline__ void copy_factors(PairFactors& to, const Problem& p, int64_t first,
                                              int64_t second) {
   constexpr int kThreadsEach = PairFactors::kChannels / 4;
@@ -63,17 +64,17 @@ __device__ __forceinline__ void copy_factors(PairFactors& to, const Problem& p, 
 
 // Copies q^ or k^ of a chunk.
 template <int kTiles>
-__device__ __forceinline__ void copy_operand(Tile (&tiles)[kTiles], const Problem& p, int64_t slot,
+__device__ __forceinline__ void copy_operand(Tile (&tiles)[kTiles], const Problem& p, int64_t entry,
                                              bool keys) {
-  copy_operands(tiles, prepared_at(p, slot) + (keys ? offsetof(KeyGroup, k) : 0));
+  copy_operands(tiles, prepared_at(p, entry) + (keys ? offsetof(KeyGroup, k) : 0));
 }
 // Copies the operands that are needed after the sums over values: q^ of the second chunk and k^ of
 // the first. The other chunk's operand takes the place of S.
 template <int kTiles>
 __device__ __forceinline__ void copy_operands_of_pair(PairShared<kTiles>& s, const Problem& p,
                                                       typename Shared<kTiles>::States& to) {
-  copy_operand(to.S, p, s.other_slot(p), !s.is_first);
-  copy_operand(to.dS, p, s.chunk.slot, s.is_first);
+  copy_operand(to.S, p, s.other_entry(p), !s.is_first);
+  copy_operand(to.dS, p, s.chunk.entry, s.is_first);
   commit_copies();
 }
 
@@ -107,12 +108,12 @@ __device__ __forceinline__ void load_pair_operands(PairShared<kTiles>& s, const 
                                                    const ChunkOfPair& pair) {
   const Chunk& chunk = pair.chunk;
   const bool is_first = pair.role == Role::kFirst;
-  const int64_t other_slot = chunk_pair::other_slot(p, chunk, is_first);
-  copy_operand(s.k, p, chunk.slot, /*keys=*/true);
+  const int64_t other_entry = chunk_pair::other_entry(p, chunk, is_first);
+  copy_operand(s.k, p, chunk.entry, /*keys=*/true);
   copy_scores<kTiles>(s, p, chunk);
-  if (is_first) copy_operand(s.states(kTile).S, p, other_slot, /*keys=*/false);
-  copy_factors(s.factors(), p, is_first ? chunk.slot : other_slot,
-               is_first ? other_slot : chunk.slot);
+  if (is_first) copy_operand(s.states(kTile).S, p, other_entry, /*keys=*/false);
+  copy_factors(s.factors(), p, is_first ? chunk.entry : other_entry,
+               is_first ? other_entry : chunk.entry);
   commit_copies();
   Chunk other = chunk;
   other.start += is_first ? kChunk : -kChunk;

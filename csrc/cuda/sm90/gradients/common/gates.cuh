@@ -217,13 +217,13 @@ class GatePart {
     __device__ __forceinline__ Place(const GatePart& g, int number)
         : pair(thread_index() % kGroupThreads), channel(g.first_k_ + pair.channel) {
       const Segment& segment = g.segment_;
-      const int64_t slot = segment.chunk_head(g.p_, number);
+      const int64_t entry = segment.chunk_head(g.p_, number);
       chunk = {segment.row,
                segment.token_of(number),
                segment.length_of(number),
                segment.head,
-               slot,
-               slot,
+               entry,
+               entry,
                false};
       tokens = channel < g.p_.K ? chunk.length - pair.first : 0;
     }

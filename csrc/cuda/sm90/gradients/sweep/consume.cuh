@@ -154,9 +154,9 @@ class Consumer {
         continue;
       }
       wait(&s_.keys_full[c.self], c.parity);
-      const int slot = received_slot<kSlices>(c.i, j);
-      wait(&s_.received_full[slot], received_parity<kSlices>(c.i));
-      Tile& tile = s_.received[slot];
+      const int place = received_place<kSlices>(c.i, j);
+      wait(&s_.received_full[place], received_parity<kSlices>(c.i));
+      Tile& tile = s_.received[place];
       const Operand other = tile, mine = dS;
       float dv[32];
       clear(dv);

@@ -5,7 +5,7 @@
 //   x, y, dA, dq, dk, dv, dg as in gradients/chunk, with A of prepare.cu
 //
 // grid    (segment, head) by a cluster of two blocks, 64 key channels each
-// reads   prepared chunks [B, slots, H], g [B, T, H, K], v, do [B, T, H, V], S~ of every chunk as
+// reads   prepared chunks [B, entries, H], g [B, T, H, K], v, do [B, T, H, V], S~ of every chunk as
 //         tiles, dht, segment_state_grads; for strong chunks q, k and dq_intra, dk_intra, dg_intra
 //         [B, T, H, K]
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V], dh0

@@ -111,7 +111,7 @@ struct Ring {
 // The tile that receives dS~ of slice j of the i-th chunk. Only every second slice is received:
 // those whose dv the receiver makes.
 template <int kSlices>
-__device__ __forceinline__ int received_slot(int i, int j) {
+__device__ __forceinline__ int received_place(int i, int j) {
   return (i * (kSlices / kClusterBlocks) + j / kClusterBlocks) % kClusterBlocks;
 }
 template <int kSlices>

@@ -121,10 +121,10 @@ __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p,
       if (j % kClusterBlocks != rank) {
         role_barrier(kState);  // dS~ is written
         if (thread_index() % kGroupThreads == 0) {
-          const int slot = received_slot<kSlices>(i, j);
-          const uint32_t full = address_in(&s.received_full[slot], 1 - rank);
+          const int place = received_place<kSlices>(i, j);
+          const uint32_t full = address_in(&s.received_full[place], 1 - rank);
           arrive_and_expect(full, kTileBytes);
-          bulk_send(address_in(&s.received[slot], 1 - rank), &dS, kTileBytes, full);
+          bulk_send(address_in(&s.received[place], 1 - rank), &dS, kTileBytes, full);
         }
       }
       wait(&s.full[slice.stage], slice.parity);
