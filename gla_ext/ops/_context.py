@@ -65,7 +65,7 @@ class LocalContext:
         return total / count
 
     def check_shards(self, op: str, mesh: Any, roles: Sequence[str | None]) -> None:
-        """Raises an error if DTensors of q's mesh are sharded by a dimension that it cannot use."""
+        """Raises if DTensor shards do not fit this context; roles are q's, per mesh dimension."""
 
 
 _LOCAL = LocalContext()

@@ -170,8 +170,8 @@ class Processes(Parallel):
     def write(
         self, path: Path, model: nn.Module, optimizer: Optimizer, tensors: Tensors, metadata: Tags
     ) -> None:
-        """Writes torch's distributed checkpoint into a folder beside `path`, and then `path`, which
-        names it: at any moment `path` is the old checkpoint or the new one.
+        """Writes torch's distributed checkpoint into a folder next to `path`. Then writes `path`,
+        which names the folder: at any moment `path` is the old checkpoint or the new one.
         """
         step = metadata["step"]
         folder = path.parent / f"checkpoint-{step}.dcp"
