@@ -16,9 +16,9 @@ from gla_ext.ops.cross_entropy import (
 
 
 class FusedCrossEntropyLoss(nn.Module):
-    """`cross_entropy_loss` as a module, under the name and options of FLA's.
+    """`cross_entropy_loss` as a module, with FLA's name and options.
 
-    Args: those of `cross_entropy_loss`, and
+    Args: the options of `cross_entropy_loss`, and
         reduction: 'mean' over the labels that count, 'sum' or 'none'. Default: 'mean'.
         return_z_loss: return the z-loss too. Default: False.
 
@@ -57,7 +57,7 @@ class FusedCrossEntropyLoss(nn.Module):
 def _reduced(
     losses: tuple[Tensor, Tensor], target: Tensor, options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """By the reduction, ignore_index and return_z_loss of a module as the one above, or FLA's."""
+    """Reduces losses by reduction, ignore_index and return_z_loss of a module above or of FLA's."""
     if options.reduction != "none":
         losses = tuple(loss.sum() for loss in losses)
     if options.reduction == "mean":
@@ -67,11 +67,12 @@ def _reduced(
 
 
 class FusedLinearCrossEntropyLoss(nn.Module):
-    """`fused_linear_cross_entropy_loss` as a module, under the name and options of FLA's.
+    """`fused_linear_cross_entropy_loss` as a module, with FLA's name and options.
 
-    Args: those of `fused_linear_cross_entropy_loss`.
+    Args: the options of `fused_linear_cross_entropy_loss`.
 
-    forward takes `[..., D]` inputs, `[...]` labels, the weight `[V, D]` and perhaps a bias `[V]`.
+    forward takes `[..., D]` inputs, `[...]` labels, the weight `[V, D]` and optionally a bias
+    `[V]`.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""How a cache of states goes back to fewer tokens, as assisted decoding needs it.
+"""How a cache of states returns to fewer tokens, as assisted decoding needs it.
 
-A recurrent state cannot be undone. So states are kept at some tokens, with the inputs since: to go
-back is to take the last kept ones before, and to let the inputs since then pass once more in front
-of the next ones.
+A recurrent state cannot be undone. Therefore copies of the states are kept at some tokens, together
+with the inputs since. To go back, the cache takes the last copies before the wanted token, and the
+inputs since then pass the model again, in front of the next tokens.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from gla_ext.cache._key_values import map_entry, map_tensors
 
-REACH = 64  # tokens that a cache can go back at least; also all of the last call
+REACH = 64  # number of tokens that a cache can always go back; also the whole last call
 
 Run = Callable[[Tensor, Tensor | None], list[Tensor]]
 
 
 class _Inputs(NamedTuple):
-    """What passes the blocks, `[B, tokens, D]`, and its mask `[B, tokens]`, if there is one."""
+    """Inputs of the blocks, `[B, tokens, D]`, and their mask `[B, tokens]`, or None."""
 
     x: Tensor
     valid: Tensor | None
@@ -39,22 +39,22 @@ class _Inputs(NamedTuple):
 
 
 class Past:
-    """What a `GLACache` was at two earlier tokens, the last of those at which it was kept.
+    """Copies of a `GLACache`'s states at the last two tokens at which they were kept.
 
     Attributes:
-        reach: tokens between kept states, at least.
-        behind: tokens that the cache counts and the states have not seen.
+        reach: least number of tokens between copies.
+        behind: number of tokens that the cache counts but its states have not yet processed.
     """
 
     def __init__(self, cache: Any) -> None:
         self.reach = REACH
         self._kept: list[tuple[int, list[dict[str, Any]]]] = []
-        self._inputs: _Inputs | None = None  # since the first of these
+        self._inputs: _Inputs | None = None  # since the first copy
         self.behind = 0
         self._keep(cache)
 
     def _keep(self, cache: Any) -> None:
-        """Keeps the states of now and those kept last."""
+        """Keeps a copy of the current states, and the latest earlier copy."""
         now = cache.get_seq_length()
         states = [_snapshot(entry) for entry in cache.states]
         dropped = 0 if len(self._kept) < 2 else self._kept[1][0] - self._kept[0][0]
@@ -63,7 +63,7 @@ class Past:
             self._inputs = self._inputs.part(dropped)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> None:
-        """`function` of every tensor, which keeps or chooses sequences."""
+        """Applies `function` to every tensor; it must keep or select sequences."""
         self._kept = [
             (length, [map_entry(function, entry) for entry in states])
             for length, states in self._kept
@@ -72,11 +72,11 @@ class Past:
             self._inputs = _Inputs(*map_tensors(function, tuple(self._inputs)))
 
     def run(self, cache: Any, x: Tensor, mask: Tensor | None, run: Run) -> list[Tensor]:
-        """`run(x, mask)`, of states that have seen what the cache counts.
+        """Calls `run(x, mask)` with states that have processed all tokens that the cache counts.
 
         Args:
             x, mask: inputs `[B, T, D]`, and `[B, >= T]` of 0 (padding) and 1, or None.
-            run: from inputs and their mask, or None, to results `[B, T, D]`.
+            run: takes inputs and their mask or None, and returns results `[B, T, D]`.
         """
         again, T = self.behind, x.shape[1]
         new = _Inputs(x, None if mask is None else mask[:, mask.shape[1] - T :])
@@ -86,7 +86,7 @@ class Past:
             cache.lengths = [length - again for length in cache.lengths]
             self.behind = 0
         parts, first = [], new.x.shape[1] - self.reach
-        if first > 0:  # states are kept near the end: a crop then seldom has much to pass again
+        if first > 0:  # a copy near the end, so that crop rarely has to repeat many tokens
             parts.append(run(*new.part(0, first)))
             self._remember(new.part(0, first))
             self._keep(cache)
@@ -102,7 +102,7 @@ class Past:
         self._inputs = before.then(new)
 
     def crop(self, cache: Any, length: int) -> None:
-        """Goes back to so many tokens; ValueError for one before the states that are kept."""
+        """Goes back to `length` tokens; ValueError if that is before the first copy."""
         now = cache.get_seq_length()
         if length >= now:
             return
@@ -117,7 +117,7 @@ class Past:
         first, (start, states) = self._kept[0][0], self._kept[-1]
         cache.states = [_snapshot(entry) for entry in states]
         cache.lengths = [length] * (len(states) or len(cache.lengths))
-        if not states:  # none had been stored by then
+        if not states:  # the cache had no states then
             cache.states = [{"recurrent_state": None, "conv_state": None} for _ in cache.lengths]
         self.behind = length - start
         if self._inputs is not None:
@@ -125,6 +125,6 @@ class Past:
 
 
 def _snapshot(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry that later calls leave as it is: all but keys and values is replaced by them."""
+    """A copy that later calls do not change. They replace all values except keys and values."""
     kept = {"attn_state": entry["attn_state"].snapshot()} if "attn_state" in entry else {}
     return entry | kept

@@ -1,4 +1,4 @@
-"""The language models' loss over tokens that are cut over ranks."""
+"""The language models' loss if the tokens are split across ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gla_ext.ops._context import goes_on
 
 
 def mean_over_ranks(context: Any, total: Tensor, count: Tensor | int, counted_here: bool) -> Tensor:
-    """`LocalContext.mean` of all ranks, on every one, from the sum over this rank's tokens. Its
-    gradients are for what averages gradients over the group.
+    """`LocalContext.mean` over the tokens of all ranks, returned on every rank, from the sum over
+    this rank's tokens. Its gradients are scaled for a later average over the group.
     """
     if counted_here:
         count = all_sum(count, context.group_name)
@@ -22,7 +22,9 @@ def mean_over_ranks(context: Any, total: Tensor, count: Tensor | int, counted_he
 
 
 def next_labels(labels: Tensor, context: Any) -> Tensor:
-    """`LocalContext.next_labels` of this rank's own labels; the one across a cut is fetched."""
+    """`LocalContext.next_labels` for this rank; the label after the last token comes from the next
+    rank.
+    """
     T = labels.shape[1]
     cut = context.cut(T, labels.device)
     none = labels.new_full((labels.shape[0], 1), IGNORE_INDEX)

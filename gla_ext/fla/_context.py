@@ -1,4 +1,4 @@
-"""FLA's `GatedLinearAttention` on one rank's tokens: what `accelerate_fla` adds to its forward."""
+"""FLA's `GatedLinearAttention` with a cp_context, which `accelerate_fla` adds to its forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gla_ext.ops._context import NO_MASK, refuse_context
 
 
 def layer_forward(original: Callable) -> Callable:
-    """FLA's forward, which knows no context, but where one is given."""
+    """FLA's forward, which has no cp_context, or gla_ext's if a cp_context is given."""
 
     def forward(
         self: nn.Module,
@@ -38,7 +38,7 @@ def layer_forward(original: Callable) -> Callable:
 def _forward(
     layer: nn.Module, x: Tensor, cache: Any | None, use_cache: bool, kwargs: dict[str, Any]
 ) -> tuple[Tensor, None, Any | None]:
-    """gla_ext's forward, with FLA's modules, which have the same names."""
+    """gla_ext's forward with FLA's modules, which have the same names."""
     ours = object.__new__(GatedLinearAttention)
     vars(ours).update(vars(layer), mode="chunk", batch_projections=False)
     if layer.use_short_conv:
@@ -49,7 +49,7 @@ def _forward(
 
 
 class _Convolution:
-    """FLA's module as `convolve` calls one: by gla_ext's operator, for its cache's gradient."""
+    """FLA's convolution with gla_ext's operator, as the cache needs a gradient."""
 
     def __init__(self, conv: nn.Module) -> None:
         if conv.activation is None:

@@ -1,10 +1,10 @@
-"""What `gla_ext.fla` puts in the place of the parts of FLA's layers that break a graph.
+"""Replacements for the parts of FLA's layers that break a graph.
 
-Norms are gla_ext's operators in training, the gated one always. Each other replacement goes on to
-FLA's own code outside `torch.compile`; all but the unpadding do so on a GPU alone, since FLA's
-kernels do not run on a CPU. Parameters, and with them checkpoints, stay as they are. The losses,
-which are for a CPU alone, stand in `gla_ext.fla.losses`, attention in `gla_ext.fla.attention`,
-what `generate` needs in `gla_ext.fla.generation`.
+In training, norms are gla_ext's operators; the gated norm always is. Outside `torch.compile`, every
+other replacement calls FLA's own code; all except the unpadding do so only on a GPU, since FLA's
+kernels do not run on a CPU. Parameters, and so checkpoints, are not changed. Losses, which are only
+replaced on a CPU, are in `gla_ext.fla.losses`, attention in `gla_ext.fla.attention`, and the
+changes for `generate` in `gla_ext.fla.generation`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from gla_ext.layers.norms import plain_rms_norm, rms_norm, rms_norm_residual
 from gla_ext.layers.short_convolution import causal_convolution
 from gla_ext.ops._door import in_graphs
 
-_ABSENT = object()  # of an attribute that was not there
+_ABSENT = object()  # value of an attribute that did not exist
 
 
 def replace(has_kernels: Callable[[Tensor], bool]) -> list[tuple[Any, str, Any]]:
-    """Replaces the forward of FLA's norms, short convolutions and losses, and of `fla.layers.gla`
-    the unpadding and the activations that its layers are made with.
+    """Replaces the forward of FLA's norms, short convolutions and losses, and in `fla.layers.gla`
+    the unpadding and the table of activations.
 
     Args:
-        has_kernels: whether gla_ext has kernels where a tensor is.
+        has_kernels: whether gla_ext has kernels for a tensor's device.
 
     Returns:
-        What `put_back` takes: of every attribute, its owner, its name, and its value before.
+        The argument of `put_back`: for every attribute its owner, its name, and its earlier value.
     """
     modules = importlib.import_module("fla.modules")
     changes = [
@@ -65,7 +65,7 @@ def replace(has_kernels: Callable[[Tensor], bool]) -> list[tuple[Any, str, Any]]
 
 
 def replace_in_layers() -> None:
-    """Replaces the activations of the layers that are there already."""
+    """Replaces the activations of existing layers."""
     if (layers := _layers()) is not None:
         activations.replace(layers)
 
@@ -84,12 +84,12 @@ def put_back(before: list[tuple[Any, str, Any]]) -> None:
 def _layers() -> ModuleType | None:
     try:
         return importlib.import_module("fla.layers.gla")
-    except ModuleNotFoundError:  # fla-core alone has operators and norms, but no layers
+    except ModuleNotFoundError:  # the package fla-core has operators and norms, but no layers
         return None
 
 
 def _gated_norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> Callable:
-    """`FusedRMSNormGated.forward`: `norm(x) * activation(g)`, rounded once."""
+    """Replaces `FusedRMSNormGated.forward`: `norm(x) * activation(g)`, rounded once."""
 
     def forward(
         self: nn.Module,
@@ -109,11 +109,11 @@ def _gated_norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool
 
 
 def _norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> Callable:
-    """`RMSNorm.forward`: `norm(x + residual)`, and with prenorm the sum as well."""
+    """Replaces `RMSNorm.forward`: `norm(x + residual)`, and with prenorm the sum as well."""
 
     def is_ours(x: Tensor, residual: Tensor | None) -> bool:
-        # FLA's sum has the residual's dtype, the operator's the wider of the two. Forward alone
-        # FLA's kernel is as fast.
+        # FLA's sum has the residual's dtype, the operator's the wider of the two. Without a
+        # backward pass, FLA's kernel is as fast.
         same = residual is None or torch.promote_types(x.dtype, residual.dtype) == residual.dtype
         return same and torch.is_grad_enabled() and has_kernels(x)
 
@@ -140,12 +140,12 @@ def _norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> 
         dtype = dtype if residual is None else residual.dtype
         return (y, total.to(dtype)) if prenorm else y
 
-    # Compiled, plain operations are fused with what is beside them.
+    # In a compiled graph, plain torch operations are used, which are fused with their neighbours.
     return in_graphs(partial(forward, False), partial(forward, True))
 
 
 def _convolution_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> Callable:
-    """`ShortConvolution.forward`, with the final state in a tensor of its own, never in `cache`."""
+    """Replaces `ShortConvolution.forward`; the final state is a new tensor and never in `cache`."""
 
     def forward(
         self: nn.Module,
@@ -158,7 +158,7 @@ def _convolution_forward(original: Callable, has_kernels: Callable[[Tensor], boo
         chunk_indices: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        both = mask is not None and cu_seqlens is not None  # which FLA refuses
+        both = mask is not None and cu_seqlens is not None  # FLA rejects this
         other = residual is not None or both or self.activation is None or kwargs
         no_kernel = x.dtype == torch.float64 and x.device.type == "cuda"
         if other or no_kernel or not (needs_torch(x) and has_kernels(x)):
@@ -175,10 +175,10 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# In graphs a `Padding` stands for FLA's `indices`, the positions of valid tokens, whose number is
-# data.
+# In graphs, a `Padding` replaces FLA's `indices`, the positions of valid tokens, whose number
+# depends on the data.
 def _unpad_hidden_states(original: Callable) -> Callable:
-    """Of FLA 0.6.0: a row, the padding and offsets from padded hidden states."""
+    """For FLA 0.6.0: returns packed hidden states, the padding and offsets."""
 
     def unpad_hidden_states(
         hidden_states: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, q_len: int
@@ -192,7 +192,9 @@ def _unpad_hidden_states(original: Callable) -> Callable:
 
 
 def _get_unpad_data(original: Callable) -> Callable:
-    """Of FLA 0.5.2: the padding and the offsets; the longest length, which the layer drops."""
+    """For FLA 0.5.2: the padding and the offsets; None for the longest length, which is not
+    used.
+    """
 
     def get_unpad_data(attention_mask: Tensor) -> tuple[Any, Tensor, int | None]:
         padding = Padding.of(attention_mask, *attention_mask.shape)
@@ -202,7 +204,9 @@ def _get_unpad_data(original: Callable) -> Callable:
 
 
 def _on_padding(ours: Callable) -> Callable:
-    """Replaces a function of tokens and indices by ours, where the indices are a `Padding`."""
+    """Makes a wrapper of a function of tokens and indices that calls `ours` if these are a
+    `Padding`.
+    """
 
     def make(original: Callable) -> Callable:
         def function(x: Tensor, indices: Any, *sizes: int) -> Tensor:
@@ -217,7 +221,7 @@ def _on_padding(ours: Callable) -> Callable:
 
 _UNPADDING = {
     "get_unpad_data": _get_unpad_data,
-    # The first two, of FLA 0.5.2, have tokens [B * T, D] in a row.
+    # These two, of FLA 0.5.2, take tokens [B * T, D] in one row.
     "index_first_axis": _on_padding(lambda p, x: p.pack(x.unflatten(0, p.valid.shape))[0]),
     "pad_input": _on_padding(lambda p, x: p.unpack(x.unsqueeze(0))),
     "repad_hidden_states": _on_padding(Padding.unpack),

@@ -1,4 +1,4 @@
-"""The cache that comes as an argument, under either of its names; one whose steps are compiled."""
+"""The cache argument, which has two names, and a cache for compiled token steps."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from gla_ext.cache import GLACache, StaticGLACache
 
-# What transformers calls the cache in outputs: `cache` from 5.24 on, before it past_key_values.
+# The name of the cache in outputs: `cache` from transformers 5.24 on, past_key_values before.
 _FIELDS = {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}
 CACHE = "cache" if "cache" in _FIELDS else "past_key_values"
 
 
 def one_cache(past_key_values: Any | None, cache: Any | None) -> Any | None:
-    """The cache by either of its names."""
+    """The cache, given by either of its names."""
     if past_key_values is not None and cache is not None:
         raise ValueError("expected past_key_values or cache, which is the same, got both")
     return cache if past_key_values is None else past_key_values
 
 
 def check_cache(cache: Any, N: int) -> None:
-    """Raises TypeError for a cache that keeps no recurrent states, ValueError for one of other than
-    N sequences.
+    """Raises TypeError for a cache that cannot store recurrent states, and ValueError for a cache
+    whose number of sequences is not N.
     """
     if not isinstance(cache, GLACache) and not _keeps_states(type(cache)):
         raise TypeError(
@@ -58,12 +58,12 @@ def _keeps_states(kind: type) -> bool:
 
 
 class CompiledStepsCache(StaticGLACache):
-    """The cache of `generate(cache_implementation="static")`, whose steps transformers compiles:
-    states that never move, and room for all keys and values that there will be.
+    """The cache of `generate(cache_implementation="static")`, whose token steps transformers
+    compiles. States never move, and there is room for all future keys and values.
 
     Args:
         batch_size: number of rows.
-        max_length: number of tokens of each, at most.
+        max_length: most tokens of each row.
     """
 
     is_compileable = True
@@ -75,11 +75,11 @@ class CompiledStepsCache(StaticGLACache):
         self._seen, self._is_marked = 0, False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of tokens that have passed, padding included."""
+        """Number of tokens that the model has processed, padding included."""
         return self._seen
 
     def expect(self, count: int) -> None:
-        """Says that a call of so many tokens follows, which a compiled step would not count."""
+        """Counts the tokens of the next call, as a compiled step does not count."""
         for kept in self.attention:
             kept.longest = self._seen
         if self.states and not self._is_marked:

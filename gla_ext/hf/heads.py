@@ -1,8 +1,8 @@
-"""GLA models with a head of transformers': classes of sequences, of tokens, and spans of text.
+"""GLA models with a head of transformers: for classes of sequences, of tokens, and spans of text.
 
-What they take and return, and how padding is found, is as for Llama's: see the classes
-`transformers.modeling_layers.GenericFor...`. The configuration is as `GLAModel`'s, and so is what
-the constructors raise. Of packed sequences those of classes of sequences and of spans raise
+Arguments, results and the detection of padding are as for Llama's models: see the classes
+`transformers.modeling_layers.GenericFor...`. The configuration and the constructors' errors are
+those of `GLAModel`. With packed sequences, the models for classes of sequences and for spans raise
 NotImplementedError in forward.
 """
 
@@ -19,10 +19,10 @@ from gla_ext.hf.modeling import GLAPreTrainedModel
 
 
 class GLAForSequenceClassification(GenericForSequenceClassification, GLAPreTrainedModel):
-    """`GLAModel` and a linear map `score` of the last token of each row to `config.num_labels`.
+    """`GLAModel` and a linear map `score` from the last token of each row to `config.num_labels`.
 
-    The last token is the last that is not `config.pad_token_id`, of rows padded left or right;
-    without a pad token, and with inputs_embeds, it is that of the row.
+    The last token is the last one that is not `config.pad_token_id`, for rows padded left or right.
+    Without a pad token, and with inputs_embeds, it is the last one of the row.
     """
 
     def __init__(self, config: GLAConfig) -> None:
@@ -31,17 +31,17 @@ class GLAForSequenceClassification(GenericForSequenceClassification, GLAPreTrain
 
 
 class GLAForTokenClassification(GenericForTokenClassification, GLAPreTrainedModel):
-    """`GLAModel`, dropout (0.1, or `config.classifier_dropout`) and a linear map `score` of every
+    """`GLAModel`, dropout (0.1, or `config.classifier_dropout`) and a linear map `score` from every
     token to `config.num_labels`.
     """
 
 
 class GLAForQuestionAnswering(GenericForQuestionAnswering, GLAPreTrainedModel):
-    """`GLAModel` and a linear map `qa_outputs` of every token to two logits: that a span starts and
-    that it ends there.
+    """`GLAModel` and a linear map `qa_outputs` from every token to two logits: that a span starts
+    there, and that it ends there.
     """
 
-    # transformers' look for embed_tokens.
+    # transformers' own methods look for embed_tokens.
     get_input_embeddings = GLAPreTrainedModel.get_input_embeddings
     set_input_embeddings = GLAPreTrainedModel.set_input_embeddings
 

@@ -1,4 +1,4 @@
-"""Which blocks of a hybrid model have attention: what a configuration says, as FLA reads it."""
+"""The blocks of a hybrid model that have attention: the option `attn`, read as FLA reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEFAULTS: Spec = {
     "window_size": None,
     "rope_theta": 10000.0,
 }
-ATTENTION_OPTIONS = {  # of the layer, and their types
+ATTENTION_OPTIONS = {  # options of the layer, and their types
     "num_heads": "int",
     "num_kv_heads": "int | None",
     "qkv_bias": "bool",
@@ -23,16 +23,17 @@ ATTENTION_OPTIONS = {  # of the layer, and their types
 
 
 def read_attn(attn: Any, num_hidden_layers: int) -> Spec | list[Spec] | None:
-    """`attn` of a configuration with its defaults filled in; other entries pass through, as in FLA.
+    """The option `attn` of a configuration with its defaults filled in. Unknown keys are kept, as
+    in FLA.
 
     Args:
-        attn: None, a dict or a list of dicts with `layers` (indices), `num_heads`, and perhaps
+        attn: None, a dict or a list of dicts with `layers` (indices), `num_heads`, and optionally
             `num_kv_heads`, `qkv_bias`, `window_size` and `rope_theta`.
         num_hidden_layers: number of blocks.
 
     Raises:
-        TypeError: for what is none of these.
-        ValueError: for a layer that is not there or has two entries, and sizes out of range.
+        TypeError: for other types.
+        ValueError: for a layer that does not exist or has two entries, and sizes out of range.
         NotImplementedError: for qk_norm.
     """
     if attn is None:
@@ -46,7 +47,7 @@ def read_attn(attn: Any, num_hidden_layers: int) -> Spec | list[Spec] | None:
 
 
 def attention_of(attn: Spec | list[Spec] | None, layer_idx: int) -> Spec | None:
-    """The entry of a block, from what `read_attn` returned; None of a block of GLA."""
+    """A block's entry in the result of `read_attn`; None for a block of GLA."""
     specs = [] if attn is None else [attn] if isinstance(attn, dict) else attn
     return next((spec for spec in specs if layer_idx in spec["layers"]), None)
 

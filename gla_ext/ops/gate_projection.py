@@ -1,4 +1,4 @@
-"""The low-rank gate of a GLA layer: its second linear map and what is done to its result."""
+"""The low-rank gate of a GLA layer: its second linear map, log-sigmoid, division and clamp."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def gate_projection(
 ) -> Tensor:
     """`max(logsigmoid(h @ weight.T + bias) / normalizer, clamp_min)`.
 
-    One kernel forward and, but for the last sum of the parameters' gradients, one backward, each of
-    which reads and writes everything once; fp32 between (fp64 for fp64 inputs), rounded once.
-    Autograd keeps h, weight and bias. On CUDA in bfloat16 and float16 with R up to 16; of other
-    dtypes and ranks there, torch.func transforms, forward-mode AD and in ONNX the same is done by
-    torch's operations.
+    Forward is one kernel; backward is one kernel and a last sum for the gradients of the
+    parameters. Each kernel reads and writes everything once, computes in fp32 (fp64 for fp64
+    inputs) and rounds once. Autograd saves h, weight and bias. CUDA kernels exist for bfloat16 and
+    float16 with R up to 16. Torch's operations are used for other dtypes and ranks there, in
+    torch.func transforms, in forward-mode AD and in ONNX.
 
     Args:
-        h: `[..., R]`; bfloat16, float16, float32 or float64. Rows of a wider tensor are read where
-            they lie. Autocast casts h, weight and bias.
+        h: `[..., R]`; bfloat16, float16, float32 or float64. Rows of a wider tensor are read in
+            place. Autocast casts h, weight and bias.
         weight: `[K, R]`, of h's dtype.
-        bias: `[K]`, likewise. Default: None (0).
+        bias: `[K]`, of h's dtype. Default: None (0).
         normalizer: above 0. Default: 16.
         clamp_min: lower bound of the result. Default: None.
 
@@ -83,7 +83,7 @@ _CHANNELS: Shards = {"weight": 0, "bias": 0, "dweight": 0, "dbias": 0, "dh": SUM
 
 
 def _rows_or_channels(rows: str, summed: str, gate: str) -> Rule:
-    """Rows, or channels of the parameters and of the gate."""
+    """Rule for sharding by rows, or by channels of the parameters and of the gate."""
 
     def rule(given: Given) -> Iterator[Shards]:
         yield from each_but_last(rows, summed)(given)

@@ -1,4 +1,4 @@
-"""The picture of a training run."""
+"""The plot of a training run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def plot_losses(path: str | Path, trainer: Trainer, bits_per_byte: dict[str, float]) -> None:
-    """Draws the training loss up to a run's step, the held-out evaluations and, as lines by name,
-    what others than 'this model' pay, in bits a byte, as PNG.
+    """Draws, as PNG, the training loss up to a run's step, the held-out evaluations, and lines for
+    the results of coders other than 'this model'; all in bits per byte.
     """
     import matplotlib
 

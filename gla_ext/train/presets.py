@@ -1,4 +1,4 @@
-"""What a training run may be told, what it does on each kind of device, and the flags."""
+"""The options of a training run, their values for each kind of device, and the flags."""
 
 from __future__ import annotations
 
@@ -28,23 +28,26 @@ def check_at_least(options: Any, **minima: float) -> None:
 
 
 def _flag(default: Any, text: str, shown: str | None = None, **kwargs: Any) -> Any:
-    """A field and its flag: the words of --help, the default in words where the presets' value is
-    none (`{name}`: a GPU's value of that name), and what argparse is told.
+    """A dataclass field with its flag. `text`: the words of --help. `shown`: the default in words,
+    if no preset's value can be shown (`{name}` is a GPU's value of that name). The rest is for
+    argparse.
     """
     return field(default=default, metadata={"text": text, "shown": shown, "kwargs": kwargs})
 
 
 def _switch(default: bool, text: str, shown: str = "no", action: Any = None) -> Any:
-    """As `_flag`, of --NAME and --no-NAME."""
+    """A `_flag` with the two forms --NAME and --no-NAME."""
     return _flag(default, text, shown, action=action or argparse.BooleanOptionalAction)
 
 
 @dataclass
 class Settings:
-    """What decides the numbers of a run; a checkpoint carries them, and the digest of its text.
+    """The options that determine a run's numbers; a checkpoint stores them, with a digest of the
+    text.
 
-    States handed on from segment to segment are truncated backpropagation: see
-    `gla_ext.train.segments`. The learning rate rises linearly over `warmup` steps and falls to 0.
+    With segments, each starts from the states of the one before, without a gradient (truncated
+    backpropagation): see `gla_ext.train.segments`. The learning rate rises linearly over `warmup`
+    steps and falls to 0.
     """
 
     data: str | None = _flag(
@@ -107,8 +110,8 @@ class Settings:
 
 @dataclass
 class Options:
-    """What a resumed run may change: on one device `compile` and `cuda_graph` alone alter numbers,
-    by rounding.
+    """The options that a resumed run may change. On one device only `compile` and `cuda_graph`
+    alter numbers, by rounding.
     """
 
     out: Path = _flag(_OUT, "folder for what the run writes, and for no other run meanwhile")  # noqa: RUF009
@@ -145,8 +148,8 @@ PRESETS = {
     # 0.86 M parameters, 2 M bytes seen: two to three minutes on two cores.
     "cpu": Preset(Settings(), Options()),
     # 50 M parameters with K = 128 and V = 256 a head, 39 M bytes seen: a minute on an H200,
-    # compiling included. That is four passes over the standard library; 1,800 steps, six passes,
-    # learned it by heart: 1.16 bits per held-out byte in place of 1.11.
+    # including compilation. That is four passes over the standard library. With 1,800 steps (six
+    # passes) the model memorized it: 1.16 bits per held-out byte instead of 1.11.
     "cuda": Preset(
         Settings(
             dtype="bfloat16",
@@ -172,7 +175,7 @@ def preset(device: str) -> Preset:
 
 
 def describe(settings: Settings, options: Options) -> str:
-    """One line: every default of the device's preset, and after it what differs in this run."""
+    """One line: every default of the device's preset, then the values that differ in this run."""
     kind = torch.device(options.device).type
     wanted = _values(PRESETS[kind].settings, PRESETS[kind].options)
     line = ", ".join(f"{name} {value}" for name, value in wanted.items())
@@ -185,7 +188,7 @@ def describe(settings: Settings, options: Options) -> str:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The command line. What is left out is absent from the result, so that presets can fill it."""
+    """The command line. Options that are not given are absent, so that presets can supply them."""
     parser = argparse.ArgumentParser(
         prog="python -m gla_ext.train",
         description="trains a byte-level GLA language model on text, from one command.",
@@ -204,7 +207,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def _values(settings: Settings, options: Options) -> dict[str, Any]:
-    """What the table decides, under the names of the flags."""
+    """The values that presets determine, under the names of the flags."""
     values = asdict(settings)
     del values["data"]
     values |= {name: getattr(options, name) for name in ("compile", "cuda_graph", "save_every")}
