@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,8 +13,6 @@ from gla_ext.ops._flops import product
 from gla_ext.ops._operator import declare
 from gla_ext.ops._sharding import SUM, Given, Rule, Shards, each_but_last
 from gla_ext.ops._vmap import slice_by_slice
-
-MOST_RANK_ON_CUDA = 16
 
 
 def gate_projection(
@@ -30,8 +27,8 @@ def gate_projection(
     Forward is one kernel; backward is one kernel and a last sum for the gradients of the
     parameters. Each kernel reads and writes everything once, computes in fp32 (fp64 for fp64
     inputs) and rounds once. Autograd saves h, weight and bias. CUDA kernels exist for bfloat16 and
-    float16 with R up to 16. Torch's operations are used for other dtypes and ranks there, in
-    torch.func transforms, in forward-mode AD and in ONNX.
+    float16 with R up to 16; for other dtypes and ranks the operator calls torch's operations there.
+    torch.func transforms, forward-mode AD and ONNX get torch's operations in place of the operator.
 
     Args:
         h: `[..., R]`; bfloat16, float16, float32 or float64. Rows of a wider tensor are read in
@@ -52,9 +49,7 @@ def gate_projection(
     check_tensors("gate_projection", "h weight bias", h, weight, bias)
     tensors = [h, weight] if bias is None else [h, weight, bias]
     clamp_min = None if clamp_min is None else float(clamp_min)
-    form = plain_gate_projection
-    if _has_kernel(h):
-        form = form_on(_fwd, plain_gate_projection, *tensors)
+    form = form_on(_fwd, plain_gate_projection, *tensors)
     return form(h, weight, bias, float(normalizer), clamp_min)
 
 
@@ -68,15 +63,6 @@ def plain_gate_projection(
     """`gate_projection` as torch's operations."""
     g = F.logsigmoid(F.linear(h, weight, bias)) / normalizer
     return g if clamp_min is None else g.clamp_min(clamp_min)
-
-
-def _has_kernel(h: Tensor) -> bool:
-    if not h.is_cuda:
-        return True
-    dtype = h.dtype
-    if torch.is_autocast_enabled("cuda") and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype("cuda")
-    return dtype in (torch.bfloat16, torch.float16) and h.shape[-1] <= MOST_RANK_ON_CUDA
 
 
 _CHANNELS: Shards = {"weight": 0, "bias": 0, "dweight": 0, "dbias": 0, "dh": SUM}

@@ -149,5 +149,5 @@ def test_packages_are_loaded_when_asked_for():
         "sys.argv = ['-', '--help']\n"
         "runpy._run_module_as_main('gla_ext.train')"
     )
-    usage = "usage: python -m gla_ext.train [-h] [--data DATA] [--out OUT] [--resume]"
-    assert run_python(code).splitlines()[:2] == ["[]", usage]
+    loaded, usage, *_ = run_python(code).splitlines()
+    assert loaded == "[]" and usage.startswith("usage: python -m gla_ext.train [-h] [--data DATA]")
