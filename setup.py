@@ -5,7 +5,7 @@ torch from MIN_TORCH on, what is compiled fits one minor version. Environment va
     TORCH_CUDA_ARCH_LIST, else GLA_EXT_CUDA_ARCHS: the GPU architectures to build for.
     FORCE_CUDA: 1 fails when CUDA cannot be built, 0 builds the CPU backend only.
     MAX_JOBS: compiler processes at once (ninja's default: processors + 2).
-    GLA_EXT_LOCAL_VERSION: 1 adds torch and CUDA to the version, 0.2.0+torch2.11.cu130. Default 1,
+    GLA_EXT_LOCAL_VERSION: 1 adds torch and CUDA to the version, 0.3.0+torch2.11.cu130. Default 1,
         but 0 in an unpacked sdist: pip refuses a wheel of another version than the sdist's name.
     GLA_EXT_WERROR_SPILLS: 1 fails where a CUDA kernel spills registers; for CI, not for users.
 """

@@ -20,6 +20,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from pages.tables import table
+
 Times = dict[str, tuple[float, float]]  # ms by shape, forward and both ways
 
 
@@ -55,21 +57,20 @@ def use(folder: str) -> None:
 def measure(folder: str, shapes: list[str], gates: float) -> Times:
     """In the process of a build."""
     use(folder)
-    import bench_cuda as bench
     import torch
     from shared import gate
-    from shared.timing import cold
+    from shared import operator as bench
+    from shared.bench_cases import Case
 
-    import gla_ext
+    from gla_ext import chunk_gla
 
     times = {}
     for name in shapes:
-        shape = bench.parse_shape(name)
-        if wrong := gate.check(shape, 1 / gates):
+        x = Case(*bench.parse_shape(name), n=gates).draw()
+        if wrong := gate.check_inputs(x, name):
             raise SystemExit("\n".join(wrong))
-        x = bench.draw(shape, 1 / gates)
-        runs = {way: bench.call(gla_ext.chunk_gla, x, way) for way in (False, True)}
-        times[name] = tuple(timing.median for timing in cold(runs).values())
+        runs = bench.time_both_ways(lambda backward, x=x: {"": bench.call(chunk_gla, x, backward)})
+        times[name] = tuple(run[""].median for run in runs.values())
         torch.cuda.empty_cache()
     return times
 
@@ -90,23 +91,16 @@ def page(rounds: dict[str, list[Times]]) -> list[str]:
     first, *_ = rounds
     lines = []
     for shape in rounds[first][0]:
-        lines += [
-            "",
-            f"## {shape}",
-            "",
-            "| build | of the first | ms in each round |",
-            "|---|--:|---|",
-        ]
         medians = {
             name: [statistics.median(times[shape][way] for times in own) for way in range(2)]
             for name, own in rounds.items()
         }
+        rows = {}
         for name, own in rounds.items():
-            ratio = " / ".join(
-                f"{a / b:.3f}" for a, b in zip(medians[name], medians[first], strict=True)
-            )
+            ratios = (a / b for a, b in zip(medians[name], medians[first], strict=True))
             cells = (" / ".join(f"{ms:.4f}" for ms in times[shape]) for times in own)
-            lines.append(f"| {name} | {ratio} | {', '.join(cells)} |")
+            rows[name] = [" / ".join(f"{ratio:.3f}" for ratio in ratios), ", ".join(cells)]
+        lines += table(shape, "", ["of the first", "ms in each round"], rows)
     return lines
 
 

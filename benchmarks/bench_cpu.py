@@ -18,13 +18,17 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from pages.tables import table
+from shared import gate
 from shared.inputs import SHAPES, STEPS, compose_steps, exact, make_inputs, ours
 from shared.machine import commit, cpu_name
-from shared.timing import Timing, high_water_mark, interleave, peak_bytes
+from shared.operator import BOTH, MODES
+from shared.picture import can_be_drawn, over_lengths, panels
+from shared.timing import high_water_mark, interleave, peak_bytes
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
 import gla_ext
@@ -32,30 +36,25 @@ from gla_ext import _C, reference, selftest
 
 HERE = Path(__file__).parent
 
+TRAIN = SHAPES["train"]
 GLA_HEADS = (4, 64, 128)  # H, K, V of a model 512 wide: keys take half of it, values all
 ATTENTION_HEADS = (8, 64)
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 MEMORY_LENGTHS = (1024, 2048, 4096, 8192, 16384)
 
 
-def check() -> list[str]:
-    """What is wrong with the results, one line each."""
-    wrong = []
-    for case in selftest.CASES:
-        for name, error in selftest.check(case, torch.float32, "cpu").items():
-            if not error <= selftest.tolerance(name, torch.float32):
-                wrong.append(f"{case.name}: {name} is off by {error:.1e}")
-    _, _, H, K, V = SHAPES["train"]
-    inputs = make_inputs(1, 300, H, K, V, gate=1 / 16, states=False)
+def check() -> None:
+    """Raises WrongResults unless small cases and the training shape's heads are right."""
+    gate.require(gate.check_small("cpu", torch.float32))
+    _, _, *heads = TRAIN
+    inputs = make_inputs(1, 300, *heads, gate=1 / 16, states=False)
     expected = exact(inputs)
     for name, value in ours(inputs).items():
-        error = selftest.relative_error(value, expected[name])
-        if not error <= selftest.tolerance(name, torch.float32):
-            wrong.append(f"train shape: {name} is off by {error:.1e}")
-    return wrong
+        tolerance = selftest.tolerance(name, torch.float32)
+        gate.require_close({name: value}, {name: expected[name]}, tolerance, "train shape")
 
 
-def gla_step(function, B: int, T: int, H: int, K: int, V: int, backward: bool = True):
+def gla_step(function, B: int, T: int, H: int, K: int, V: int, backward: bool = True) -> Callable:
     """A callable that runs `function(q, k, v, g)` forward, and backward if wanted."""
     q, k, v = (torch.randn(B, T, H, D, requires_grad=backward) for D in (K, K, V))
     g = (logsigmoid(torch.randn(B, T, H, K)) / 16).requires_grad_(backward)
@@ -69,7 +68,7 @@ def gla_step(function, B: int, T: int, H: int, K: int, V: int, backward: bool = 
     return step
 
 
-def attention_step(B: int, T: int, H: int, D: int, backward: bool = True):
+def attention_step(B: int, T: int, H: int, D: int, backward: bool = True) -> Callable:
     q, k, v = (torch.randn(B, H, T, D, requires_grad=backward) for _ in range(3))
     do = torch.randn(B, H, T, D)
 
@@ -81,44 +80,75 @@ def attention_step(B: int, T: int, H: int, D: int, backward: bool = True):
     return step
 
 
-def compare_forms(rounds: int) -> dict[str, dict[str, Timing]]:
+def forms(rounds: int) -> list[str]:
     functions = {
         "gla_ext.chunk_gla": gla_ext.chunk_gla,
         "PyTorch, chunked (gla_ext.reference.chunk_gla)": reference.chunk_gla,
         "PyTorch, recurrence (gla_ext.reference.recurrence)": reference.recurrence,
     }
-    results = {}
-    for backward in (False, True):
-        steps = {
-            name: gla_step(function, *SHAPES["train"], backward=backward)
-            for name, function in functions.items()
-        }
-        results["forward + backward" if backward else "forward"] = interleave(steps, rounds)
-    return results
+    rows: dict[str, list] = {name: [] for name in functions}
+    for mode in MODES:
+        steps = {name: gla_step(f, *TRAIN, mode == BOTH) for name, f in functions.items()}
+        timings = interleave(steps, rounds)
+        for name, timing in timings.items():
+            faster = timing.median / timings["gla_ext.chunk_gla"].median
+            rows[name] += [timing, f"{faster:.1f}"]
+    return table(
+        "One training shape: B {}, T {}, H {}, K {}, V {}".format(*TRAIN),
+        "",
+        [head for mode in MODES for head in (f"{mode}, ms", "gla_ext is faster by")],
+        rows,
+    )
 
 
-def time_steps(rounds: int) -> dict[str, Timing]:
-    x = compose_steps(make_inputs(*SHAPES["train"], gate=1 / 16, states=False))
-    calls = {name: functools.partial(call, x) for name, (call, _) in STEPS.items()}
-    return interleave(calls, rounds)
+def steps_alone(rounds: int) -> list[str]:
+    x = compose_steps(make_inputs(*TRAIN, gate=1 / 16, states=False))
+    calls = {f"`{name}`": functools.partial(call, x) for name, (call, _) in STEPS.items()}
+    rows = {name: [timing] for name, timing in interleave(calls, rounds).items()}
+    return table("The steps alone on that shape", "", ["ms"], rows)
 
 
-def compare_lengths(rounds: int, lengths, backward: bool) -> dict[int, dict[str, Timing]]:
-    return {
-        T: interleave(
-            {
-                "gla": gla_step(gla_ext.chunk_gla, 1, T, *GLA_HEADS, backward=backward),
-                "attention": attention_step(1, T, *ATTENTION_HEADS, backward=backward),
-            },
-            rounds,
-        )
-        for T in lengths
-    }
+def over_t(rounds: int, lengths: list[int], picture: Path) -> list[str]:
+    """The table, and the picture of both ways."""
+    H, K, V = GLA_HEADS
+    heads, D = ATTENTION_HEADS
+    rows: dict[str, list] = {f"T {T}": [] for T in lengths}
+    for mode in MODES:
+        found = []
+        for T, cells in zip(lengths, rows.values(), strict=True):
+            steps = {
+                "gla_ext.chunk_gla": gla_step(gla_ext.chunk_gla, 1, T, *GLA_HEADS, mode == BOTH),
+                "scaled_dot_product_attention": attention_step(
+                    1, T, *ATTENTION_HEADS, mode == BOTH
+                ),
+            }
+            found.append(interleave(steps, rounds))
+            gla, attention = found[-1].values()
+            cells += [gla, attention, f"{attention.median / gla.median:.2f}"]
+    lines = table(
+        "Against attention of the same model width (512)",
+        f"chunk_gla: B 1, H {H}, K {K}, V {V}. scaled_dot_product_attention: {heads} heads of {D}, "
+        "causal. A ratio under 1 is a loss.",
+        [head for mode in MODES for head in (f"{mode}: GLA, ms", "attention, ms", "ratio")],
+        rows,
+    )
+    if not can_be_drawn():
+        return lines
+    with panels(picture, 1, (6, 4)) as (_, (axis,)):
+        for name in found[0]:
+            timings = [row[name] for row in found]
+            axis.plot(lengths, [x.median for x in timings], marker="o", label=name)
+            low, high = [x.p20 for x in timings], [x.p80 for x in timings]
+            axis.fill_between(lengths, low, high, alpha=0.2)
+        over_lengths(axis, lengths, yscale="log", xlabel="tokens", ylabel=f"{BOTH}, ms")
+        axis.set_title("B 1, model width 512, fp32, CPU")
+        axis.legend()
+    return [*lines, "", f"![Time over T]({picture.name})"]
 
 
 MEMORY_STEPS = {
-    "gla": lambda T: gla_step(gla_ext.chunk_gla, 1, T, *GLA_HEADS),
-    "reference": lambda T: gla_step(reference.chunk_gla, 1, T, *GLA_HEADS),
+    "GLA": lambda T: gla_step(gla_ext.chunk_gla, 1, T, *GLA_HEADS),
+    "PyTorch, chunked": lambda T: gla_step(reference.chunk_gla, 1, T, *GLA_HEADS),
     "attention": lambda T: attention_step(1, T, *ATTENTION_HEADS),
 }
 
@@ -131,93 +161,18 @@ def measure_memory(variant: str, T: int) -> int:
     return high_water_mark() - before
 
 
-def environment() -> list[str]:
-    return [
-        f"- CPU: {cpu_name()}, {torch.get_num_threads()} threads, load average "
-        f"{os.getloadavg()[0]:.1f} at the start",
-        f"- torch {torch.__version__}, Python {platform.python_version()}",
-        f"- gla_ext {gla_ext.__version__}, commit {commit()}, CPU capability {_C.cpu_capability()}",
-        f"- Command: `{shlex.join(['python', 'benchmarks/bench_cpu.py', *sys.argv[1:]])}`",
-    ]
-
-
-def forms_table(results) -> list[str]:
-    B, T, H, K, V = SHAPES["train"]
-    ours = {mode: timings["gla_ext.chunk_gla"].median for mode, timings in results.items()}
-    return table(
-        f"One training shape: B {B}, T {T}, H {H}, K {K}, V {V}",
-        "",
-        [head for mode in results for head in (f"{mode}, ms", "gla_ext is faster by")],
-        {
-            name: [
-                cell
-                for mode, timings in results.items()
-                for cell in (str(timings[name]), f"{timings[name].median / ours[mode]:.1f}")
-            ]
-            for name in next(iter(results.values()))
-        },
-    )
-
-
-def steps_table(steps) -> list[str]:
-    rows = {f"`{name}`": [str(timing)] for name, timing in steps.items()}
-    return table("The steps alone on that shape", "", ["ms"], rows)
-
-
-def lengths_table(forward, both) -> list[str]:
-    H, K, V = GLA_HEADS
-    heads, D = ATTENTION_HEADS
-    rows: dict[str, list[str]] = {}
-    for T in both:
-        for results in (forward, both):
-            gla, attention = results[T]["gla"], results[T]["attention"]
-            cells = [str(gla), str(attention), f"{attention.median / gla.median:.2f}"]
-            rows.setdefault(f"T {T}", []).extend(cells)
-    return table(
-        "Against attention of the same model width (512)",
-        f"chunk_gla: B 1, H {H}, K {K}, V {V}. scaled_dot_product_attention: {heads} heads of {D}, "
-        "causal. A ratio under 1 is a loss.",
-        [
-            *("forward: GLA, ms", "attention, ms", "ratio"),
-            *("forward + backward: GLA, ms", "attention, ms", "ratio"),
-        ],
-        rows,
-    )
-
-
-def memory_table(memory) -> list[str]:
+def memory() -> list[str]:
+    peaks = {
+        f"T {T}": [peak_bytes(__file__, "--memory", name, str(T)) for name in MEMORY_STEPS]
+        for T in MEMORY_LENGTHS
+    }
     return table(
         "Peak memory over T",
         "Growth of the process's peak over one forward + backward, inputs included, MiB; B 1, "
         "width 512.",
-        ["GLA", "PyTorch, chunked", "attention"],
-        {f"T {T}": [f"{x / 2**20:.0f}" for x in peaks.values()] for T, peaks in memory.items()},
+        MEMORY_STEPS,
+        {T: [f"{x / 2**20:.0f}" for x in row] for T, row in peaks.items()},
     )
-
-
-def plot(both, path: Path) -> bool:
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    labels = {"gla": "gla_ext.chunk_gla", "attention": "scaled_dot_product_attention"}
-    for name, label in labels.items():
-        timings = [both[T][name] for T in both]
-        axes.plot(list(both), [x.median for x in timings], marker="o", label=label)
-        axes.fill_between(list(both), [x.p20 for x in timings], [x.p80 for x in timings], alpha=0.2)
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="forward + backward, ms")
-    axes.set_xticks(list(both), [str(T) for T in both])
-    axes.set_xticks([], minor=True)
-    axes.set_title("B 1, model width 512, fp32, CPU")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    return True
 
 
 def main() -> int:
@@ -234,7 +189,8 @@ def main() -> int:
     )
     parser.add_argument("--memory", nargs=2, metavar=("VARIANT", "T"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.rounds < 2:
+    rounds = arguments.rounds
+    if rounds < 2:
         parser.error("expected --rounds to be at least 2")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -243,31 +199,26 @@ def main() -> int:
         variant, T = arguments.memory
         print(json.dumps(measure_memory(variant, int(T))))
         return 0
-
-    if wrong := check():
-        print("Not timed, because the results are wrong:", *wrong, sep="\n", file=sys.stderr)
+    try:
+        check()
+    except gate.WrongResults as error:
+        print("Not timed, because the results are wrong:", *error.args, sep="\n", file=sys.stderr)
         return 1
-    setup = environment()
-    forms = compare_forms(arguments.rounds)
-    steps = time_steps(arguments.rounds)
-    forward, both = (compare_lengths(arguments.rounds, arguments.lengths, x) for x in (False, True))
-    memory = {
-        T: {name: peak_bytes(__file__, "--memory", name, str(T)) for name in MEMORY_STEPS}
-        for T in MEMORY_LENGTHS
-    }
-    picture = arguments.output.with_suffix(".png")
     lines = [
         "# gla_ext on CPU",
         "",
         "Written by `benchmarks/bench_cpu.py`; all from one run, in fp32: medians and, in "
         "brackets, the 20th and 80th percentile.",
         "",
-        *setup,
-        *forms_table(forms),
-        *steps_table(steps),
-        *lengths_table(forward, both),
-        *(["", f"![Time over T]({picture.name})"] if plot(both, picture) else []),
-        *memory_table(memory),
+        f"- CPU: {cpu_name()}, {torch.get_num_threads()} threads, load average "
+        f"{os.getloadavg()[0]:.1f} at the start",
+        f"- torch {torch.__version__}, Python {platform.python_version()}",
+        f"- gla_ext {gla_ext.__version__}, commit {commit()}, CPU capability {_C.cpu_capability()}",
+        f"- Command: `{shlex.join(['python', 'benchmarks/bench_cpu.py', *sys.argv[1:]])}`",
+        *forms(rounds),
+        *steps_alone(rounds),
+        *over_t(rounds, arguments.lengths, arguments.output.with_suffix(".png")),
+        *memory(),
     ]
     arguments.output.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

@@ -11,121 +11,99 @@ step, states read and written, at the rate of a copy. The times of launches that
 waiting for the launch before.
 """
 
-from __future__ import annotations
-
 import argparse
-import contextlib
-import dataclasses
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from unittest import mock
 
-import bench_cuda
 import torch
-from pages.cuda_page import short
-from parts import bench_generate, bench_model
-from parts.bench_generate import emptied
-from shared.contenders import Ours
+from parts import bench_generate
+from parts.bench_generate import Sizes, emptied
+from shared.models import Ours
 from shared.timing import copy_bytes_per_s
-from torch import nn
+
+from gla_ext.model import fuse_projections, step
 
 WAYS = ("modules", "step")
 CHECKED_BATCHES = (1, 8, 13, 32)
 MOST_ROWS = 32  # that the kernels take, of which a model may use fewer
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What is measured."""
-
-    model: dict
-    batches: tuple[int, ...] = (1, 8, 16, 32, 256)
-    prompt: int = 64
-    steps: int = 100
-    samples: int = 7
-
-
-SIZES = Sizes(bench_model.MODEL)
-
-
-@contextlib.contextmanager
-def way(name: str) -> Iterator[None]:
+def way(name: str) -> AbstractContextManager[object]:
     """Inside, tokens are decoded so."""
-    from gla_ext.model import step
-
-    with mock.patch.object(step, "MOST_ROWS", MOST_ROWS if name == "step" else 0):
-        yield
+    return mock.patch.object(step, "MOST_ROWS", MOST_ROWS if name == "step" else 0)
 
 
-def build(model: dict, device: str) -> nn.Module:
-    from gla_ext.model import fuse_projections
-
-    return fuse_projections(bench_model.build_ours(model, device).eval())
-
-
-def check(sizes: Sizes, device: str) -> None:
+def check(sizes: Sizes) -> None:
     """Raises WrongResults where a way's logits are not those of a forward over all tokens, or a
     graph's tokens not those of eager steps.
     """
-    few = bench_model.of_few_layers(sizes.model)
-    model = build(few, device)
+    model = fuse_projections(sizes.build(checked=True))
     for B in CHECKED_BATCHES:
-        prompts = bench_generate.draw_prompts(_generated(sizes, few), B, device)
         for name in WAYS:
             with way(name):
-                bench_generate.check_ours(model, prompts)
+                bench_generate.check_ours(model, sizes.draw(B))
             print(f"{name}, B {B}: logits and tokens agree", flush=True)
 
 
-def _generated(sizes: Sizes, model: dict) -> bench_generate.Sizes:
-    return bench_generate.Sizes(
-        model, prompt=sizes.prompt, steps=sizes.steps, samples=sizes.samples
-    )
+def kernel_times(run: Callable[[], object], calls: int = 20) -> list[tuple[float, float, str]]:
+    """The kernels of a call by torch's profiler, the longest in all first: launches a call, and
+    microseconds of one.
+    """
+    run()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(calls):
+            run()
+        torch.cuda.synchronize()
+    events = [e for e in profile.key_averages() if e.self_device_time_total > 0]
+    events.sort(key=lambda e: -e.self_device_time_total)
+    return [(e.count / calls, e.self_device_time_total / e.count, short(e.key)) for e in events]
 
 
-def limit_seconds(model: nn.Module, contender: Ours, rate: float) -> float:
-    """A step's bytes at that rate: all weights but the embeddings, and the states twice."""
-    weights = sum(p.nbytes for p in model.parameters()) - model.model.embeddings.weight.nbytes
-    return (weights + 2 * contender.decoder.nbytes) / rate
+def short(kernel: str) -> str:
+    """A kernel's name without return type, namespaces and parameters."""
+    name = re.sub(r"^void |gla_ext::cuda::|\(anonymous namespace\)::|__nv_", "", kernel)
+    return re.sub(r"\((\w+)\)(\d+)", r"\1 \2", name).split("(")[0]
 
 
 @torch.no_grad()
 def measure(sizes: Sizes, with_launches: bool) -> None:
-    rate, model = copy_bytes_per_s(), build(sizes.model, "cuda")
+    rate, model = copy_bytes_per_s(), fuse_projections(sizes.build())
     print(f"{torch.cuda.get_device_name()}, a copy at {rate / 1e12:.2f} TB/s")
-    generated = _generated(sizes, sizes.model)
+    weights = sum(p.nbytes for p in model.parameters()) - model.model.embeddings.weight.nbytes
     for B in sizes.batches:
         before = None
         for name in WAYS if B <= MOST_ROWS else WAYS[:1]:
             with emptied(), way(name):
                 ours = Ours(model, B)
-                ours.first(bench_generate.draw_prompts(generated, B))
-                step = bench_generate.step_times(ours, generated)
-                limit = limit_seconds(model, ours, rate)
-                tokens = 1e3 * B / step.median
+                ours.first(sizes.draw(B))
+                ms = bench_generate.step_times(ours, sizes).median
+                tokens, limit = 1e3 * B / ms, 1e3 * (weights + 2 * ours.decoder.nbytes) / rate
                 faster = "" if before is None else f", {tokens / before:.2f} times modules"
                 before = tokens
                 print(
-                    f"B {B}, {name}: {tokens:,.0f} tokens/s, {1e3 * step.median:.0f} us a step, "
-                    f"{100 * limit / (1e-3 * step.median):.0f} % of the limit{faster}",
+                    f"B {B}, {name}: {tokens:,.0f} tokens/s, {1e3 * ms:.0f} us a step, "
+                    f"{100 * limit / ms:.0f} % of the limit{faster}",
                     flush=True,
                 )
-                if with_launches:
-                    for row in bench_cuda.kernel_times(ours.step, 20)[:14]:
-                        count, us = row["launches"], row["us"] / row["launches"]
-                        print(f"    {count:4.0f} x {us:7.2f} us  {short(row['kernel'])[:100]}")
+                for count, us, kernel in kernel_times(ours.step)[:14] if with_launches else ():
+                    print(f"    {count:4.0f} x {us:7.2f} us  {kernel[:100]}")
                 del ours
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batches", type=int, nargs="+", default=list(SIZES.batches))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16, 32, 256])
     parser.add_argument("--no-launches", action="store_true", help="tokens/s alone")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_decode.py: expected a CUDA GPU, found none")
-    sizes = dataclasses.replace(SIZES, batches=tuple(args.batches))
-    check(sizes, "cuda")
+    sizes = Sizes(prompt=64, batches=tuple(args.batches))
+    check(sizes)
     measure(sizes, not args.no_launches)
 
 

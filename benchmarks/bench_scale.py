@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -23,6 +24,7 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 import torch
 import torch.distributed as dist
 from pages.scale_page import draw
+from pages.tables import table
 from parts import one_alone
 from parts.check_across_ranks import check
 from parts.ranks_on_paper import fold_call, gather_time, latency_and_bandwidth
@@ -34,6 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gla_ext import chunk_gla
 from gla_ext.distributed import build_cp_context, tensor_parallel_plan
 
+H, K, V = 4, 128, 256
+
 
 class Bench(one_alone.Sizes):
     """The ranks, the sizes, and the rows so far."""
@@ -44,15 +48,16 @@ class Bench(one_alone.Sizes):
         names = dict.fromkeys(name for part in options.only for name in NEEDS.get(part, ()))
         first = names and local_rank == 0
         self.one = one_alone.run(names, options) if first else {}  # before a rank uses its GPU
-        self.device = torch.device("cuda", local_rank) if self.cuda else torch.device("cpu")
         if self.cuda:
+            self.device = torch.device("cuda", local_rank)
             torch.cuda.set_device(self.device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.across = dist.new_group()  # its all-gathers do not wait for FSDP2's
+        self.context = build_cp_context(None, self.across)
         self.rows = []
 
-    def seconds(self, step, everywhere: bool, at_once: int = 8) -> float:
+    def seconds(self, step: Callable, everywhere: bool, at_once: int = 8) -> float:
         """The median time of a step, the slowest rank's; of the first rank alone, or of all.
 
         at_once: steps that follow each other in one measurement.
@@ -63,17 +68,7 @@ class Bench(one_alone.Sizes):
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.item()
 
-    def peak(self, step) -> int:
-        """The most memory that a step held on a rank, bytes, the largest of the ranks."""
-        if not self.cuda:
-            return 0
-        torch.cuda.reset_peak_memory_stats(self.device)
-        step()
-        most = torch.tensor(torch.cuda.max_memory_allocated(self.device))
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
-
-    def row(self, name: str, each: dict[int, float], measure) -> None:
+    def row(self, name: str, each: dict[int, float], measure: Callable) -> None:
         asked = f"{each[self.size] * self.size:.2f}x" if self.size in each else ""
         result = measure(self)
         self.rows.append((name, asked, result))
@@ -82,11 +77,11 @@ class Bench(one_alone.Sizes):
 
     # The operator.
 
-    def operator(self, T: int, context=None, B: int = 1):
+    def operator(self, T: int, context=None, B: int = 1) -> Callable:
         generator = torch.Generator(self.device).manual_seed(self.rank)
         shape = {"generator": generator, "device": self.device, "dtype": self.dtype}
-        q, k, g = (torch.randn(B, T, 4, 128, **shape) for _ in range(3))
-        v, do = (torch.randn(B, T, 4, 256, **shape) for _ in range(2))
+        q, k, g = (torch.randn(B, T, H, K, **shape) for _ in range(3))
+        v, do = (torch.randn(B, T, H, V, **shape) for _ in range(2))
         g = torch.nn.functional.logsigmoid(g) / 16
         leaves = [x.requires_grad_() for x in (q, k, v, g)]
 
@@ -96,38 +91,43 @@ class Bench(one_alone.Sizes):
 
         return step
 
-    def beside(self, T: int, tokens: int) -> str:
-        """T tokens a rank of one text beside `tokens` on one GPU: tokens/s over tokens/s."""
-        ratios = []
-        for at_once in (8, 1):
-            together = self.seconds(
-                self.operator(T, build_cp_context(None, self.across)), True, at_once
-            )
-            alone = self.seconds(self.operator(tokens), False, at_once)
-            ratios.append(self.ratio(self.size * T / tokens, together, alone))
-        return f"{ratios[0]}; from idle {ratios[1]}"
+    def together(self, T: int, at_once: int = 8, B: int = 1) -> float:
+        """Seconds of T tokens a rank, of one text a row."""
+        return self.seconds(self.operator(T, self.context, B), True, at_once)
+
+    def alone(self, T: int, at_once: int = 8, B: int = 1) -> float:
+        """Seconds of T tokens on the first rank's GPU."""
+        return self.seconds(self.operator(T, B=B), False, at_once)
 
     def ratio(self, work: float, together: float, alone: float) -> str:
         """Times as fast as one GPU, where all do `work` times as much."""
         times = f"{together * 1e3:.3f} ms on {self.size}, {alone * 1e3:.3f} on one"
         return f"{work * alone / together:.2f}x ({times})"
 
+    def beside(self, T: int) -> str:
+        """T tokens a rank of one text beside all tokens on one GPU: tokens/s over tokens/s."""
+        work = self.size * T / self.tokens
+        in_a_row, from_idle = (
+            self.ratio(work, self.together(T, at_once), self.alone(self.tokens, at_once))
+            for at_once in (8, 1)
+        )
+        return f"{in_a_row}; from idle {from_idle}"
+
     def weak(self) -> str:
-        return self.beside(self.tokens, self.tokens)
+        return self.beside(self.tokens)
 
     def strong(self) -> str:
         """And what a rank's tokens take without the others: what is more is the meeting's."""
         T = self.tokens // self.size
-        rest = self.seconds(self.operator(T), False)
-        return f"{self.beside(T, self.tokens)}; {T} tokens on one {rest * 1e3:.3f} ms"
+        rest = self.alone(T)
+        return f"{self.beside(T)}; {T} tokens on one {rest * 1e3:.3f} ms"
 
     def strong_in_graphs(self) -> str:
         """The same without the host: each side is one CUDA graph's replay."""
         if not self.cuda:
             return "a GPU's"
-        context = build_cp_context(None, self.across)
-        step = self.operator(self.tokens // self.size, context)
-        together = self.seconds(capture(step).replay, True)
+        graph = capture(self.operator(self.tokens // self.size, self.context))
+        together = self.seconds(graph.replay, True)
         alone = self.seconds(capture(self.operator(self.tokens)).replay, False)  # on every rank
         return self.ratio(1, together, alone)
 
@@ -135,20 +135,13 @@ class Bench(one_alone.Sizes):
         """Rows that fill the GPU are not cut into segments there, and each makes a summary."""
         B = 16 if self.cuda else 2
         T = self.tokens // B
-        context = build_cp_context(None, self.across)
-        together = self.seconds(self.operator(T, context, B), True)
-        alone = self.seconds(self.operator(T, B=B), False)
-        return self.ratio(self.size, together, alone)
+        return self.ratio(self.size, self.together(T, B=B), self.alone(T, B=B))
 
     def on_paper(self) -> str:
         """As many tokens a rank on 8 and 64 ranks, from what these few take."""
-        H, K, V = 4, 128, 256
         size = 4 * H * (K * V + K)
-        context = build_cp_context(None, self.across)
-        now = self.seconds(self.operator(self.tokens, context), True)
-        alone = self.seconds(self.operator(self.tokens), False)
-        times = {n: self.seconds(self.gather(n * size), True) for n in (1, 32)}
-        times = {n * size: seconds for n, seconds in times.items()}
+        now, alone = self.together(self.tokens), self.alone(self.tokens)
+        times = {n * size: self.seconds(self.gather(n * size), True) for n in (1, 32)}
         latency, bandwidth = latency_and_bandwidth(times, self.size)
 
         def meeting(W: int) -> float:
@@ -162,7 +155,7 @@ class Bench(one_alone.Sizes):
         parts = f"all-gather {latency * 1e6:.0f} us + {bandwidth / 1e9:.0f} GB/s"
         return f"{'; '.join(found)} ({parts}, both and fold {here * 1e6:.0f} us)"
 
-    def gather(self, size: int):
+    def gather(self, size: int) -> Callable:
         """An all-gather of so many bytes a rank, as a step."""
         own = torch.zeros(size // 4, device=self.device)
         every = own.new_empty(self.size * own.numel())
@@ -170,31 +163,28 @@ class Bench(one_alone.Sizes):
 
     # The model.
 
-    def training(self, B: int, T: int, compiled=False, context=None, checkpointing=False, tp=1):
+    def training(
+        self, B: int, T: int, compiled=False, context=None, checkpointing=False, tp: int = 1
+    ) -> Callable:
         """A training step of the model sharded over all ranks, compiled block by block or eager.
 
         tp: ranks of tensor parallel within that of all ranks.
         """
-        model = self.build(self.device, checkpointing)
-        names = ("dp", "tp")
-        meshes = dist.init_device_mesh(
-            self.device.type, (self.size // tp, tp), mesh_dim_names=names
-        )
+        model = self.build(checkpointing, compiled)
+        sizes, names = (self.size // tp, tp), ("dp", "tp")
+        meshes = dist.init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         if tp > 1:
             parallelize_module(model, meshes["tp"], tensor_parallel_plan(model))
         dtype = self.dtype if self.cuda else None
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         options = {"mesh": meshes["dp"], "mp_policy": policy, "reshard_after_forward": False}
         blocks = list(model.model.layers)
-        for block in blocks:
-            if compiled:
-                block.compile(fullgraph=True, dynamic=False)
+        for block in (*blocks, model):
             fully_shard(block, **options)
-        fully_shard(model, **options)
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 2])
             block.set_modules_to_backward_prefetch(blocks[max(0, i - 1) : i])
-        return self.stepper(model, B, T, self.device, context)
+        return self.stepper(model, B, T, context)
 
     def beside_one(self, seconds: float, tokens: int, one: str, also: str = "") -> str:
         """Tokens/s of all over those of one GPU alone; `tokens` are a rank's, of a step."""
@@ -207,34 +197,35 @@ class Bench(one_alone.Sizes):
         )
 
     def ddp(self) -> str:
-        B, T = 8, self.model_tokens // 8
         ids = [self.device] if self.cuda else None
-        model = DistributedDataParallel(self.build(self.device), ids, gradient_as_bucket_view=True)
-        step = self.stepper(model, B, T, self.device, autocast=True)
-        return self.beside_one(self.seconds(step, True, 3), B * T, "eager")
+        model = DistributedDataParallel(self.build(), ids, gradient_as_bucket_view=True)
+        step = self.stepper(model, self.B, self.T, autocast=True)
+        return self.beside_one(self.seconds(step, True, 3), self.B * self.T, "eager")
 
-    def fsdp(self, compiled: bool) -> str:
-        B, T = 8, self.model_tokens // 8
-        seconds = self.seconds(self.training(B, T, compiled), True, 3)
-        return self.beside_one(seconds, B * T, "compiled" if compiled else "eager")
+    def fsdp(self, one: str) -> str:
+        seconds = self.seconds(self.training(self.B, self.T, one == "compiled"), True, 3)
+        return self.beside_one(seconds, self.B * self.T, one)
 
     def tensor_training(self) -> str:
         """As many tokens in all as with FSDP2 over all GPUs, beside which it stands."""
         tp = min(4 if self.cuda else 2, self.size)  # of as many heads
         if self.size % tp:
             return f"{tp} heads' GPUs are needed"
-        B, T = 8, self.model_tokens // 8
-        seconds = self.seconds(self.training(B * tp, T, tp=tp), True, 3)
+        seconds = self.seconds(self.training(self.B * tp, self.T, tp=tp), True, 3)
         also = f"; tensor {tp}, FSDP2 {self.size // tp}"
-        return self.beside_one(seconds, B * T, "eager", also)
+        return self.beside_one(seconds, self.B * self.T, "eager", also)
 
     def context_training(self) -> str:
-        context = build_cp_context(None, self.across)
-        step = self.training(1, self.tokens, context=context, checkpointing=True)
-        seconds, peak = self.seconds(step, True, 2), self.peak(step)
-        own = self.one.get("recomputed", {}).get("peak_gib")
-        memory = f"; peak {peak / 2**30:.2f} GiB, {own} on one, asked at most 2 % more"
-        return self.beside_one(seconds, self.tokens, "recomputed", memory if self.cuda else "")
+        step = self.training(1, self.tokens, context=self.context, checkpointing=True)
+        seconds, memory = self.seconds(step, True, 2), ""
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            step()
+            peak = torch.tensor(torch.cuda.max_memory_allocated(self.device) / 2**30)
+            dist.all_reduce(peak, dist.ReduceOp.MAX)
+            own = self.one.get("recomputed", {}).get("peak_gib")
+            memory = f"; peak {peak.item():.2f} GiB, {own} on one, asked at most 2 % more"
+        return self.beside_one(seconds, self.tokens, "recomputed", memory)
 
 
 # What is measured on one GPU alone, by the part whose rows need it.
@@ -244,48 +235,35 @@ NEEDS = {
     "tensor": ("eager",),
     "training": ("recomputed",),
 }
-# Asked of each of the GPUs, by their number.
-OPERATOR = {2: 0.92, 4: 0.92, 8: 0.90}
-CUT, COMPILED, EAGER, TRAINING = {2: 0.85}, {2: 0.925}, {2: 0.8}, {2: 0.9}
+# What is asked of each of the GPUs, by their number, and what measures it.
 ROWS = {
     "operator": {
-        "chunk_gla, as many tokens a rank": (OPERATOR, Bench.weak),
-        "chunk_gla, the tokens cut": (CUT, Bench.strong),
+        "chunk_gla, as many tokens a rank": ({2: 0.92, 4: 0.92, 8: 0.90}, Bench.weak),
+        "chunk_gla, the tokens cut": ({2: 0.85}, Bench.strong),
         "chunk_gla, 16 rows a rank, as many tokens": ({}, Bench.batch),
         "chunk_gla, as many tokens a rank, on paper": ({}, Bench.on_paper),
     },
-    "graphs": {
-        "chunk_gla, the tokens cut, in CUDA graphs": ({}, Bench.strong_in_graphs),
-    },
-    "ddp": {
-        "DDP, eager": ({}, Bench.ddp),
-    },
+    "graphs": {"chunk_gla, the tokens cut, in CUDA graphs": ({}, Bench.strong_in_graphs)},
+    "ddp": {"DDP, eager": ({}, Bench.ddp)},
     "fsdp": {
-        "FSDP2, compiled blocks": (COMPILED, lambda bench: bench.fsdp(True)),
-        "FSDP2, eager": (EAGER, lambda bench: bench.fsdp(False)),
+        "FSDP2, compiled blocks": ({2: 0.925}, lambda bench: bench.fsdp("compiled")),
+        "FSDP2, eager": ({2: 0.8}, lambda bench: bench.fsdp("eager")),
     },
-    "tensor": {
-        "tensor parallel within FSDP2, eager": ({}, Bench.tensor_training),
-    },
-    "training": {
-        "context parallel training step": (TRAINING, Bench.context_training),
-    },
+    "tensor": {"tensor parallel within FSDP2, eager": ({}, Bench.tensor_training)},
+    "training": {"context parallel training step": ({2: 0.9}, Bench.context_training)},
 }
 
 
 def write_page(bench: Bench, path: Path) -> None:
     device = torch.cuda.get_device_name() if bench.cuda else "CPU"
-    lines = [
-        f"# {bench.size} GPUs beside one ({device}, torch {torch.__version__})",
-        "",
+    lines = table(
+        f"{bench.size} GPUs beside one ({device}, torch {torch.__version__})",
         f"`python -m torch.distributed.run --standalone --nproc-per-node {bench.size} "
         "benchmarks/bench_scale.py --markdown PAGE`",
-        "",
-        "| | asked | found |",
-        "|---|--:|---|",
-        *(f"| {name} | {asked} | {found} |" for name, asked, found in bench.rows),
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        ["asked", "found"],
+        {name: cells for name, *cells in bench.rows},
+    )
+    path.write_text("\n".join(lines[1:]) + "\n", encoding="utf-8")
 
 
 def main() -> int:

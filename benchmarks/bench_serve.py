@@ -23,11 +23,11 @@ import time
 from collections.abc import Iterator
 
 import torch
-from parts import bench_model
+from shared import models
 from shared.gate import WrongResults
 
 from gla_ext.decode import Decoder
-from gla_ext.model import GLAConfig, GLAForCausalLM, fuse_projections
+from gla_ext.model import GLAForCausalLM, fuse_projections
 from gla_ext.serve import Engine, Limits, Request
 from gla_ext.serve.sequence import Sequence
 
@@ -54,7 +54,7 @@ class Sizes:
     cache_bytes: int = 2 << 30
 
 
-SIZES = Sizes(bench_model.MODEL)
+SIZES = Sizes(models.MODEL)
 TINY = Sizes(
     {"hidden_size": 64, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 99},
     torch.float32,
@@ -73,10 +73,8 @@ TINY = Sizes(
 
 
 def build(sizes: Sizes, device: str) -> GLAForCausalLM:
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = GLAForCausalLM(GLAConfig(**sizes.model | {"eos_token_id": None}))
-    return fuse_projections(model.to(sizes.dtype).eval())
+    model = models.build(sizes.model | {"eos_token_id": None}, device, sizes.dtype)
+    return fuse_projections(model.eval())
 
 
 def draw(sizes: Sizes, count: int, seed: int) -> list[int]:
@@ -101,7 +99,7 @@ def finish(engine: Engine) -> None:
 def check(sizes: Sizes, device: str) -> None:
     """Raises WrongResults unless the engine gives the tokens of `generate`, of a model in fp32 with
     two of the layers: more, in bf16, would round to other tokens where prompts are packed."""
-    few = bench_model.of_few_layers(sizes.model)
+    few = models.of_few_layers(sizes.model)
     model = build(dataclasses.replace(sizes, model=few, dtype=torch.float32), device)
     engine = Engine(model, limits=limits(sizes, 8, sizes.cache_bytes))
     engine.warm_up()

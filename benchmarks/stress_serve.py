@@ -136,7 +136,7 @@ class Clients:
             self.refusals += 1
             await asyncio.sleep(random.uniform(0.05, 0.5))
 
-    async def proper(self, number: int, stream: bool, pause: float = 0.0) -> None:
+    async def proper(self, number: int, stream: bool = False, pause: float = 0.0) -> None:
         which, start = number % len(ASKS), time.monotonic()
         status, body = await self.ask(ASKS[which] | {"stream": stream}, pause)
         if stream:
@@ -148,9 +148,6 @@ class Clients:
             text = json.loads(body)["choices"][0]["text"]
         assert (status, text) == (200, self.texts[which]), f"{status} {text!r}"
         self.seconds.append(time.monotonic() - start)
-
-    async def whole(self, number: int) -> None:
-        await self.proper(number, stream=False)
 
     async def streams(self, number: int) -> None:
         await self.proper(number, stream=True)
@@ -228,9 +225,9 @@ class Clients:
 
 
 BEHAVIOURS = [
-    *(Clients.whole, Clients.streams, Clients.reads_slowly, Clients.leaves),
+    *(Clients.proper, Clients.streams, Clients.reads_slowly, Clients.leaves),
     *(Clients.streams, Clients.leaves_at_once, Clients.sends_half, Clients.sends_garbage),
-    *(Clients.whole, Clients.asks_wrongly, Clients.asks_too_much),
+    *(Clients.proper, Clients.asks_wrongly, Clients.asks_too_much),
 ]
 LEFT = ("running", "waiting", "open_replies")
 

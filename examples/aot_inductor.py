@@ -81,12 +81,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--short-conv", action="store_true", help="short convolutions")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    layer = GatedLinearAttention(
-        hidden_size=args.hidden_size,
-        num_heads=args.heads,
-        use_short_conv=args.short_conv,
-        layer_idx=0,
-    )
+    sizes = {"hidden_size": args.hidden_size, "num_heads": args.heads}
+    layer = GatedLinearAttention(**sizes, use_short_conv=args.short_conv, layer_idx=0)
     segment = Segment(layer).eval()
     args.out.mkdir(parents=True, exist_ok=True)
     cases = args.out / "cases.pt"

@@ -7,33 +7,17 @@ model.safetensors, with its tokenizer (which takes transformers to read) or, wit
 bytes. FLA itself is not needed. The weights are trained and saved in fp32.
 """
 
-import argparse
-from pathlib import Path
-
 import torch
-from text import argument, device_argument, held_out_loss, load_text, windows
+from text import command_line, held_out_loss, load_text, windows
 
 from gla_ext.model import GLAForCausalLM
 from gla_ext.serve.text import Bytes, load_tokenizer
 from gla_ext.train.run_folder import check_nothing_is_lost
 
 
-def command_line() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--overwrite", action="store_true", help="write over a model in OUT")
-    argument(parser)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--lr", type=float, default=1e-4)
-    device_argument(parser)
-    return parser
-
-
 def main() -> None:
-    args = command_line().parse_args()
+    batches = {"steps": 100, "batch_size": 4, "seq_len": 256, "lr": 1e-4}
+    args = command_line(__doc__, "checkpoint", "out", **batches).parse_args()
     check_nothing_is_lost(args.out, resume=False, overwrite=args.overwrite)
     torch.manual_seed(0)
     model = GLAForCausalLM.from_pretrained(args.checkpoint).to(args.device).train()

@@ -4,6 +4,7 @@ Not an example itself.
 """
 
 import argparse
+from argparse import ArgumentParser
 from pathlib import Path
 
 import torch
@@ -17,15 +18,20 @@ MAX_EVAL_WINDOWS = 16
 MAX_TEXT_BYTES = 16 << 20
 
 
-def argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the text to a command line."""
+def command_line(description: str, *folders: str, **defaults: int | float | Path) -> ArgumentParser:
+    """A parser of folders, the text, a device and options with these defaults."""
+    parser = ArgumentParser(description=description.partition("\n")[0])
+    for name in folders:
+        parser.add_argument(name, type=Path)
     text = Path(argparse.__file__)
     parser.add_argument("text", type=Path, nargs="?", default=text, help="default: argparse.py")
-
-
-def device_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the device to a command line."""
     parser.add_argument("--device", type=usable_device, default=default_device())
+    for name, default in defaults.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=type(default), default=default, help=f"default: {default}")
+    if "out" in (*folders, *defaults):
+        parser.add_argument("--overwrite", action="store_true", help="write over a model in OUT")
+    return parser
 
 
 def load_text(path: Path, tokenizer: Tokenizer, seq_len: int) -> tuple[Tensor, Tensor]:

@@ -5,37 +5,23 @@
 `python -m gla_ext.train` is the same with checkpoints, resuming and evaluation on whole files.
 """
 
-import argparse
 import math
 from pathlib import Path
 
 import torch
-from text import argument, device_argument, held_out_loss, load_text, windows
+from text import command_line, held_out_loss, load_text, windows
 
 from gla_ext.model import GLAConfig, GLAForCausalLM, count_parameters
 from gla_ext.serve.text import Bytes
 from gla_ext.train.run_folder import check_nothing_is_lost
 
 
-def command_line() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    argument(parser)
-    parser.add_argument("--out", type=Path, default=Path("runs/example"), help="model's folder")
-    parser.add_argument("--overwrite", action="store_true", help="write over a model in --out")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--hidden-size", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    device_argument(parser)
-    parser.add_argument("--compile", action="store_true", help="one graph; takes a minute before")
-    return parser
-
-
 def main() -> None:
-    args = command_line().parse_args()
+    sizes = {"hidden_size": 128, "layers": 2, "heads": 2}
+    batches = {"steps": 200, "batch_size": 8, "seq_len": 128, "lr": 3e-3}
+    parser = command_line(__doc__, out=Path("runs/example"), **sizes, **batches)
+    parser.add_argument("--compile", action="store_true", help="one graph; takes a minute before")
+    args = parser.parse_args()
     check_nothing_is_lost(args.out, resume=False, overwrite=args.overwrite)
     torch.manual_seed(0)
     train, held_out = load_text(args.text, Bytes(), args.seq_len)

@@ -8,14 +8,13 @@ Each process has a GPU, and they talk over NCCL; with --device cpu they are on t
 `torchrun -m gla_ext.train` is the same with checkpoints, resuming and evaluation.
 """
 
-import argparse
 import math
 import os
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from text import argument, device_argument, load_text, windows
+from text import command_line, load_text, windows
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -26,24 +25,12 @@ from gla_ext.serve.text import Bytes
 from gla_ext.train.run_folder import check_nothing_is_lost
 
 
-def command_line() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    argument(parser)
-    parser.add_argument("--out", type=Path, default=Path("runs/example"), help="model's folder")
-    parser.add_argument("--overwrite", action="store_true", help="write over a model in --out")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch-size", type=int, default=8, help="of all processes together")
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--hidden-size", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    device_argument(parser)
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="processes of a layer")
-    parser.add_argument("--context-parallel", type=int, default=1, help="processes of a sequence")
-    return parser
-
-
 def main() -> None:
-    args = command_line().parse_args()
+    batches = {"steps": 200, "batch_size": 8, "seq_len": 128, "lr": 3e-3}  # of all together
+    processes = {"tensor_parallel": 1, "context_parallel": 1}  # of a layer, of a sequence
+    out = Path("runs/example")
+    parser = command_line(__doc__, out=out, hidden_size=128, **batches, **processes)
+    args = parser.parse_args()
     check_nothing_is_lost(args.out, resume=False, overwrite=args.overwrite)
     kind = torch.device(args.device).type
     if kind == "cuda":

@@ -5,10 +5,8 @@
 With --gla, GLA takes the place of attention: `self_attn` is the one line that changes.
 """
 
-import argparse
-from pathlib import Path
-
 import torch
+from text import command_line, windows
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -36,17 +34,9 @@ class LanguageModel(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("text", type=Path, nargs="?", default=Path(argparse.__file__))
+    batches = {"steps": 200, "batch_size": 8, "seq_len": 128, "lr": 1e-3}
+    parser = command_line(__doc__, width=128, heads=4, layers=2, **batches)
     parser.add_argument("--gla", action="store_true", help="MultiheadGLA in place of attention")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -55,8 +45,7 @@ def main() -> None:
     model.to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     for step in range(args.steps):
-        starts = torch.randint(len(text) - args.seq_len, (args.batch_size, 1))
-        rows = text[starts + torch.arange(args.seq_len + 1)].to(args.device)
+        rows = windows(text, args.batch_size, args.seq_len + 1).to(args.device)
         logits = model(rows[:, :-1])
         loss = cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()

@@ -68,17 +68,11 @@ def has_state(layer: str) -> bool:
 
 def settings_of(run: Run, device: torch.device) -> Settings:
     """What a run tells the trainer."""
+    same = ("steps", "batch_size", "seq_len", "segments", "layers", "heads", "lr", "seed")
     return Settings(
         dtype="bfloat16" if device.type == "cuda" else "float32",
-        steps=run.steps,
-        batch_size=run.batch_size,
-        seq_len=run.seq_len,
-        segments=run.segments,
         hidden_size=run.width,
-        layers=run.layers,
-        heads=run.heads,
-        lr=run.lr,
         schedule="cosine",
         warmup=run.steps // 10,
-        seed=run.seed,
+        **{name: getattr(run, name) for name in same},
     )

@@ -57,15 +57,9 @@ def perform(run: Run, pack: Path | None, device: torch.device, cuda_graph: bool 
         device: where.
         cuda_graph: whether a training step is one CUDA graph. Default: False.
     """
-    with _own_stream(device):
+    # On a stream of its own a thread's work does not wait for the others'.
+    with torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None):
         return _perform(run, pack, device, cuda_graph)
-
-
-def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """On a GPU, a stream on which a thread's work does not wait for the others'."""
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))
 
 
 def _perform(run: Run, pack: Path | None, device: torch.device, cuda_graph: bool) -> Result:

@@ -10,20 +10,8 @@ _SKIPPED_CLASSES = {"docnav", "footer", "navfooter", "navheader", "navsetbottom"
 _SKIPPED_CLASSES |= {"related", "sphinxsidebar", "toc", "tocset"}
 _BLOCKS = {"blockquote", "br", "dd", "div", "dt", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li"}
 _BLOCKS |= {"ol", "p", "pre", "section", "table", "td", "th", "tr", "ul"}
-_VOID = {
-    "area",
-    "base",
-    "br",
-    "col",
-    "embed",
-    "hr",
-    "img",
-    "input",
-    "link",
-    "meta",
-    "source",
-    "wbr",
-}
+_VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source"}
+_VOID |= {"wbr"}
 
 
 def plain_text(html: str) -> str:

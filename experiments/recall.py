@@ -144,13 +144,9 @@ class RecallTrainer(Trainer):
         run = self.run
         if run.layer in borrowed.NAMES:
             return borrowed.Borrowed(run.layer, run.width, run.layers, VOCAB_SIZE, run.seq_len)
-        config = GLAConfig(
-            hidden_size=run.width,
-            num_hidden_layers=run.layers,
-            num_heads=run.heads,
-            vocab_size=VOCAB_SIZE,
-            tie_word_embeddings=run.tied,
-        )
+        sizes = {"hidden_size": run.width, "num_hidden_layers": run.layers}
+        sizes |= {"num_heads": run.heads, "vocab_size": VOCAB_SIZE}
+        config = GLAConfig(**sizes, tie_word_embeddings=run.tied)
         return make_model(run.layer, config, mlp=False)
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -35,24 +36,24 @@ EXPERIMENTS = {
 _START_SECONDS = 20.0  # of a worker: imports, text, the first kernels
 
 
+def of_all(names: list[str], scale: str, text: str, results: Results) -> Iterator[Run]:
+    """The experiments' runs, given what is done."""
+    for name in names:
+        yield from EXPERIMENTS[name].runs(scale, results, text)
+
+
 def pending(names: list[str], scale: str, results: Results, text: str) -> list[Run]:
     """The runs that are not done, each once: seed after seed, and of a seed in the order of the
     experiments' names, so that a table of all that is compared comes before its spread.
     """
-    runs = (run for name in names for run in EXPERIMENTS[name].runs(scale, results, text))
-    return sorted(
-        (run for run in dict.fromkeys(runs) if run not in results), key=lambda run: run.seed
-    )
+    runs = dict.fromkeys(of_all(names, scale, text, results))
+    return sorted((run for run in runs if run not in results), key=lambda run: run.seed)
 
 
 def still_to_be_done(names: list[str], scale: str, results: Results, text: str) -> list[Run]:
     """`pending`, with the runs that follow from it."""
-
-    def runs(supposed: Results) -> Iterator[Run]:
-        for name in names:
-            yield from EXPERIMENTS[name].runs(scale, supposed, text)
-
-    return sorted(foreseen(runs, results)[1], key=lambda run: run.seed)
+    _, left = foreseen(partial(of_all, names, scale, text), results)
+    return sorted(left, key=lambda run: run.seed)
 
 
 def share(run: Run) -> float:

@@ -1,17 +1,17 @@
 """Gated Linear Attention for PyTorch: C++ operators, a drop-in layer and a language model.
 
-Where things are:
+Contents:
     gla_ext.ops: the operators as functions, `check_inputs`, `plan`; `gla_ext.reference`: their
         equations in plain PyTorch; `gla_ext.export`: for programs without gla_ext's kernels.
     gla_ext.layers: the layer, `MultiheadGLA`, norms, the short convolution, SwiGLU.
     gla_ext.model: the language model, its configuration, loss and files; `gla_ext.losses`: cross
         entropy of logits and of their linear map; `gla_ext.cache`: states.
     gla_ext.decode: `generate`, `Decoder`, sampling.
-    gla_ext.train: `python -m gla_ext.train` and what it is made of.
+    gla_ext.train: `python -m gla_ext.train` and its parts.
     gla_ext.distributed: several processes: contexts, tensor parallel plans.
     gla_ext.fla, gla_ext.hf: for programs of flash-linear-attention, and of transformers.
-    gla_ext.selftest, gla_ext.info: `python -m` checks an installation, and says what is installed;
-        gla_ext.devices: where it can run.
+    gla_ext.selftest, gla_ext.info: run by `python -m`, check an installation, and print what is
+    installed; gla_ext.devices: the devices that gla_ext can use.
 """
 
 from gla_ext._compat import check_build

@@ -1,4 +1,4 @@
-"""How the reference cuts tensors in chunks and packed sequences, and joins them again."""
+"""Splits the reference's tensors into chunks and packed sequences, and joins the results."""
 
 import functools
 import inspect
@@ -12,10 +12,10 @@ CHUNK, SUB_CHUNK = 64, 16  # tokens
 
 
 def packable(function):
-    """Makes `function` run on each packed sequence alone when `cu_seqlens` is given.
+    """Makes `function` run on each packed sequence separately if `cu_seqlens` is given.
 
-    Arguments and results are cut and joined by name: states have a slot a sequence, S and dS one a
-    chunk, everything else one a token.
+    Arguments and results are cut and joined by their names: states have one entry per sequence, S
+    and dS one per chunk, all others one per token.
     """
     signature, states = inspect.signature(function), ("initial_state", "dht", "final_state", "dh0")
 
@@ -48,7 +48,7 @@ def packable(function):
 
 
 def for_every_head(H, *tensors):
-    """Each [B, T, HK, D] -> [B, T, H, D], or None: head h is number h // (H // HK)."""
+    """Each [B, T, HK, D] -> [B, T, H, D], or None: head h is head h // (H // HK)."""
     return [
         x if x is None or x.shape[2] == H else x.repeat_interleave(H // x.shape[2], 2)
         for x in tensors
@@ -56,12 +56,12 @@ def for_every_head(H, *tensors):
 
 
 def sum_over_groups(x, HK):
-    """[B, T, H, D] -> [B, T, HK, D]: the sums over heads that `for_every_head` made of one."""
+    """[B, T, H, D] -> [B, T, HK, D]: sums over the heads into which `for_every_head` copied one."""
     return x if x.shape[2] == HK else x.unflatten(2, (HK, -1)).sum(3)
 
 
 def to_chunks(x, hold=False, at_least=0):
-    """[B, T, H, D] -> [B, H, NT, C, D], the last chunk filled with zeros or with x's last token."""
+    """[B, T, H, D] -> [B, H, NT, C, D]; fills the last chunk with zeros or with x's last token."""
     B, T, H, D = x.shape
     NT = max(-(-T // CHUNK), at_least)
     missing = NT * CHUNK - T

@@ -1,6 +1,7 @@
-"""Whether the extension that setup.py built fits this Python, torch and processor.
+"""Checks whether the extension that setup.py built fits this Python, torch and processor.
 
-Read before gla_ext._C is loaded: a mismatch is one sentence here and an undefined symbol there.
+Runs before gla_ext._C is loaded: a mismatch then gives a clear error instead of an undefined
+symbol.
 """
 
 import importlib.util
@@ -12,7 +13,7 @@ from pathlib import Path
 
 try:
     from gla_ext._build_info import BUILD_INFO
-except ModuleNotFoundError:  # setup.py writes it
+except ModuleNotFoundError:  # written by setup.py
     BUILD_INFO = None
 
 REBUILD = "run 'make build', or 'pip install --no-build-isolation -e .', in its source folder"
@@ -25,10 +26,10 @@ def mismatch(
     python: str,
     machine: str,
 ) -> str | None:
-    """The sentence that says why the extension cannot be loaded, or None when it can.
+    """The error message if the extension cannot be loaded, or None if it can.
 
-    built is BUILD_INFO of the generated gla_ext/_build_info.py, None when it was never built;
-    python the interpreter's major and minor version, such as "3.12".
+    built: BUILD_INFO of the generated gla_ext/_build_info.py, None if it was never built. python:
+    the interpreter's major and minor version, such as "3.12".
     """
     if built is None:
         return f"gla_ext is not built yet: {REBUILD}."
@@ -55,8 +56,8 @@ def mismatch(
 
 
 def shadowed(package: Path, search_path: Iterable[str]) -> str | None:
-    """The sentence for a source folder without an extension, the package imported, that hides an
-    installed gla_ext, in one of the folders of search_path, as sys.path.
+    """The error message if gla_ext was imported from a source folder without an extension, and that
+    folder hides an installed gla_ext in one of the folders of search_path (sys.path); else None.
     """
     for folder in search_path:
         other = Path(folder or ".") / package.name
@@ -72,12 +73,12 @@ def shadowed(package: Path, search_path: Iterable[str]) -> str | None:
 
 
 def minor_version(version: str | None) -> tuple[str, ...]:
-    """The part of a version that binary compatibility hangs on: ("2", "11") of "2.11.0+cu130"."""
+    """The part of a version that decides binary compatibility: ("2", "11") for "2.11.0+cu130"."""
     return tuple((version or "0.0").split(".")[:2])
 
 
 def check_build() -> None:
-    """Raises ImportError, with the sentence of `mismatch`, where gla_ext._C cannot be loaded."""
+    """Raises ImportError, with the message of `mismatch`, if gla_ext._C cannot be loaded."""
     import torch
 
     built = BUILD_INFO if importlib.util.find_spec("gla_ext._C") is not None else None

@@ -1,3 +1,3 @@
-"""The one source of the version, which setup.py and CMakeLists.txt read as text."""
+"""The only place of the version; setup.py and CMakeLists.txt read this file as text."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -1,4 +1,4 @@
-"""What is done to a module of torch when a program imports it, which few programs do."""
+"""Runs functions when a program imports a given module of torch, which few programs do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def when_imported(name: str, function: Callable[[ModuleType], None]) -> None:
-    """Calls the function with the module of that name, now or when it is imported."""
+    """Calls the function with the module of that name, now or after its import."""
     if name in sys.modules:
         function(sys.modules[name])
     else:
@@ -19,7 +19,9 @@ def when_imported(name: str, function: Callable[[ModuleType], None]) -> None:
 
 
 class _WaitsFor:
-    """Finds no module; has what is done after one module's import."""
+    """An import finder that finds no module itself, but calls a function after one module's
+    import.
+    """
 
     def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
         self.name, self.function = name, function

@@ -1,4 +1,4 @@
-"""Where gla_ext can run, and how it runs there."""
+"""The devices that gla_ext can use, and a fixed order of sums on them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from torch.utils import deterministic
 
 
 def default_device() -> str:
-    """'cuda' where there is a GPU and gla_ext was built with CUDA operators, else 'cpu'."""
+    """'cuda' if there is a GPU and gla_ext was built with CUDA operators, else 'cpu'."""
     return "cuda" if _has_cuda_operators() and torch.cuda.is_available() else "cpu"
 
 
 def check_device(device: str) -> None:
-    """Raises ValueError, in words of the flag --device, if the operators cannot run there."""
+    """Raises ValueError, which names the flag --device, if the operators cannot run on the
+    device.
+    """
     try:
         place = torch.device(device)
     except RuntimeError as error:
@@ -39,7 +41,7 @@ def check_device(device: str) -> None:
 
 
 def usable_device(device: str) -> str:
-    """A device of a command line, which says what is wrong with another: a type for argparse."""
+    """An argparse type for devices; its error tells why a device cannot be used."""
     try:
         check_device(device)
     except ValueError as error:
@@ -49,17 +51,19 @@ def usable_device(device: str) -> str:
 
 @contextlib.contextmanager
 def in_fixed_order(device: torch.device) -> Iterator[None]:
-    """Inside, torch's operations on a GPU sum in a fixed order, so that a run can be had again bit
-    for bit. torch warns of those that it knows cannot. The order is the whole process's.
+    """While active, torch's GPU operations sum in a fixed order, so that a run can be reproduced
+    bit for bit. torch warns of operations for which it has no such order. The setting holds for the
+    whole process.
 
-    gla_ext's operators always have one, and so have those of torch that training calls on a CPU. On
-    a GPU torch 2.11 sums the gradient of few embeddings, as of 256 bytes, by atomics.
+    gla_ext's operators always sum in a fixed order; so do the torch operations that training uses
+    on a CPU. On a GPU, torch 2.11 by default sums the gradient of a small embedding table, such as
+    one with a row for each of 256 bytes, by atomics.
     """
     if device.type != "cuda":
         yield
         return
     mode, fill = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
-    # A mode of the user's is at least as strict. Fresh memory needs no values, which take time.
+    # A mode set by the user is at least as strict. Filling new memory with values would take time.
     torch.set_deterministic_debug_mode(mode or "warn")
     deterministic.fill_uninitialized_memory = False
     try:

@@ -1,4 +1,4 @@
-"""What is installed: `python -m gla_ext.info` prints versions, capabilities and operators."""
+"""Prints versions, capabilities and operators: `python -m gla_ext.info`."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ DISPATCH_KEYS = ("CPU", "CUDA", "Meta", "Autograd", "AutocastCPU", "AutocastCUDA
 
 
 def operators() -> dict[str, list[str]]:
-    """Every registered operator of gla_ext, and the dispatch keys it has a kernel for."""
+    """Every registered operator of gla_ext, with the dispatch keys for which it has a kernel."""
     names = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gla_ext::"))
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return {name: [key for key in DISPATCH_KEYS if has_kernel(name, key)] for name in names}

@@ -16,9 +16,9 @@ from gla_ext.ops.cross_entropy import (
 
 
 class FusedCrossEntropyLoss(nn.Module):
-    """`cross_entropy_loss` as a module, under the name and options of FLA's.
+    """`cross_entropy_loss` as a module, with FLA's name and options.
 
-    Args: those of `cross_entropy_loss`, and
+    Args: the options of `cross_entropy_loss`, and
         reduction: 'mean' over the labels that count, 'sum' or 'none'. Default: 'mean'.
         return_z_loss: return the z-loss too. Default: False.
 
@@ -49,30 +49,30 @@ class FusedCrossEntropyLoss(nn.Module):
         self.return_z_loss = return_z_loss
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        losses = cross_entropy_loss(
-            input,
-            target,
-            self.label_smoothing,
-            self.logit_scale,
-            self.lse_square_scale,
-            self.logit_softcapping,
-            self.ignore_index,
-            self.inplace_backward,
-        )
-        if self.reduction != "none":
-            losses = tuple(loss.sum() for loss in losses)
-        if self.reduction == "mean":
-            count = (target != self.ignore_index).sum()
-            losses = tuple(loss / count for loss in losses)
-        return losses if self.return_z_loss else losses[0]
+        options = (self.label_smoothing, self.logit_scale, self.lse_square_scale)
+        options += (self.logit_softcapping, self.ignore_index, self.inplace_backward)
+        return _reduced(cross_entropy_loss(input, target, *options), target, self)
+
+
+def _reduced(
+    losses: tuple[Tensor, Tensor], target: Tensor, options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Reduces losses by reduction, ignore_index and return_z_loss of a module above or of FLA's."""
+    if options.reduction != "none":
+        losses = tuple(loss.sum() for loss in losses)
+    if options.reduction == "mean":
+        count = (target != options.ignore_index).sum()
+        losses = tuple(loss / count for loss in losses)
+    return losses if options.return_z_loss else losses[0]
 
 
 class FusedLinearCrossEntropyLoss(nn.Module):
-    """`fused_linear_cross_entropy_loss` as a module, under the name and options of FLA's.
+    """`fused_linear_cross_entropy_loss` as a module, with FLA's name and options.
 
-    Args: those of `fused_linear_cross_entropy_loss`.
+    Args: the options of `fused_linear_cross_entropy_loss`.
 
-    forward takes `[..., D]` inputs, `[...]` labels, the weight `[V, D]` and perhaps a bias `[V]`.
+    forward takes `[..., D]` inputs, `[...]` labels, the weight `[V, D]` and optionally a bias
+    `[V]`.
     """
 
     def __init__(

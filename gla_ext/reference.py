@@ -1,25 +1,26 @@
 """Gated Linear Attention in plain PyTorch: every equation once, every intermediate visible.
 
-GLA (Yang et al., arXiv 2312.06635) is linear attention whose K x V state forgets by channel:
+GLA (Yang et al., arXiv 2312.06635) is linear attention with a K x V state that decays by channel:
 
     S_t = diag(exp g_t) S_{t-1} + k_t v_t^T        o_t = scale * S_t^T q_t        g <= 0
 
-`recurrence` is the definition, `parallel` the quadratic form that looks like attention (section 4.1
-of the paper), `chunked_forward` and `chunked_backward` the chunkwise form (section 4.2), in which
-tokens that share a chunk meet through scores A and chunks meet through the state S. All compute in
-the dtype of their inputs, in fp64 to 1e-12 at any gate, a reset to nothing (-inf) included.
-`chunk_gla` is the chunkwise form written for speed and differentiated by autograd.
+`recurrence` is the definition. `parallel` is the quadratic form that looks like attention (section
+4.1 of the paper). `chunked_forward` and `chunked_backward` are the chunkwise form (section 4.2), in
+which tokens of one chunk are combined by scores A, and chunks are combined by the state S. All
+compute in the dtype of their inputs, in fp64 to 1e-12 for any gate, including -inf, which resets
+the state. `chunk_gla` is the chunkwise form written for speed and differentiated by autograd.
 
-Symbols: B batch, T tokens, H heads, K and V channels of keys and values, N sequences, NT chunks,
-C = 64 tokens a chunk, c = 16 a sub-chunk. q, k, g are [B, T, H, K], v and o [B, T, H, V], states
-[N, H, K, V]. b sums the gates since the chunk's start, in log2 units, so that decays are 2^b.
+Symbols: B batch, T tokens, H heads, K and V channels of keys and values, N sequences, NT chunks, C
+    = 64 tokens per chunk, c = 16 per sub-chunk. q, k, g are [B, T, H, K], v and o [B, T, H, V],
+    states [N, H, K, V]. b is the sum of the gates since the chunk's start, in log2 units, so that
+    decays are 2^b.
 
-k, v and the gates may have HK heads, a divisor of H: head h of q reads number h // (H // HK). Here
-they are repeated first; gradients by hand are then summed, dv, dk and dg of `Backward`.
+k, v and the gates may have HK heads, a divisor of H: head h of q reads head h // (H // HK) of them.
+    Here they are repeated first; backward then sums the gradients dv, dk and dg of `Backward`.
 
-Packed sequences have B = 1 and `cu_seqlens`, N + 1 offsets, and each stands alone. Sequence n owns
-ceil(len_n / C) chunks, one sequence after the other, of NT = T // C + N; what is left of them, and
-tokens after the last offset, are zero.
+Packed sequences have B = 1 and `cu_seqlens`, N + 1 offsets, and are independent of each other.
+Sequence n has ceil(len_n / C) chunks, one sequence after the other, of NT = T // C + N. Unused
+chunks, and tokens after the last offset, are zero.
 """
 
 import math
@@ -39,7 +40,7 @@ from gla_ext._chunks import (
 )
 
 LOG2E = math.log2(math.e)
-TIER1_RANGE = 112.0  # log2 units: 2^(b - r) and its inverse stay far inside fp32 around a mid r
+TIER1_RANGE = 112.0  # in log2 units: with a mid-range r, 2^(b - r) and its inverse fit into fp32
 
 
 class Recurrence(NamedTuple):
@@ -53,7 +54,7 @@ class Forward(NamedTuple):
     b: Tensor  # [B, T, H, K]    step 1, gate cumsum, log2 units
     S: Tensor  # [B, NT, H, K, V]  step 2, the state entering each chunk
     A: Tensor  # [B, T, H, C]    step 3, scores; zero in the c x c diagonal blocks and above
-    A_diagonal: Tensor  # [B, T, H, c]  step 4, those blocks; zero above the diagonal
+    A_diagonal: Tensor  # [B, T, H, c]  step 4, the diagonal blocks; zero above the diagonal
     o: Tensor  # [B, T, H, V]    step 5
     final_state: Tensor  # [N, H, K, V]  step 2
 
@@ -89,13 +90,13 @@ def recurrence(
 
     Args:
         q, k, g: [B, T, H, K]; g is the natural logarithm of the decay, <= 0, may be -inf, or None;
-            [B, T, H] is one of all channels of a head.
+            [B, T, H] is one gate for all channels of a head.
         v: [B, T, H, V].
         scale: factor on q. Default: K ** -0.5.
         initial_state: [N, H, K, V]. Default: zeros.
         cu_seqlens: [N + 1] integer offsets of packed sequences, B = 1. Default: N = B sequences.
         gv: [B, T, H, V], gate on the value channels. Default: none.
-        reverse: the last token comes first. Default: False.
+        reverse: process the tokens from last to first. Default: False.
     """
     if reverse:
         q, k, v, g, gv = (x if x is None else x.flip(1) for x in (q, k, v, g, gv))
@@ -129,7 +130,7 @@ def parallel(
 
     A_ij = scale * sum_d q_id k_jd exp(sum_{s = j+1..i} g_sd), over the whole sequence.
 
-    Args: as `recurrence`. Returns o, [B, T, H, V]. Needs T * T * K memory a head.
+    Args: as in `recurrence`. Returns o, [B, T, H, V]. Needs memory for T * T * K numbers per head.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     k, v, g = for_every_head(q.shape[2], k, v, g)
@@ -153,11 +154,11 @@ def chunked_forward(
     cu_seqlens: Tensor | None = None,
     b: Tensor | None = None,
 ) -> Forward:
-    """The five forward steps, each result kept.
+    """The five forward steps; returns the result of each.
 
-    Args: as `recurrence`, and
-        b: [B, T, H, K], the output of step 1 to use in place of the exact one, so that a step that
-            was given a rounded b can be compared with what is right for that b.
+    Args: as in `recurrence`, and
+        b: [B, T, H, K], used instead of the exact output of step 1, so that a step that was given a
+            rounded b can be compared with the correct result for that b.
     """
     T, scale = q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
     k, v, g = for_every_head(q.shape[2], k, v, g)
@@ -184,9 +185,9 @@ def chunked_backward(
     cu_seqlens: Tensor | None = None,
     b: Tensor | None = None,
 ) -> Backward:
-    """The backward steps, by hand, each result kept.
+    """The backward steps, without autograd; returns the result of each.
 
-    Args: as `chunked_forward`, and
+    Args: as in `chunked_forward`, and
         do: [B, T, H, V], gradient of o.
         dht: [N, H, K, V], gradient of the final state. Default: zeros.
     """
@@ -209,8 +210,8 @@ def chunked_backward(
     return Backward(dS.transpose(1, 2), dh0, dv, dA, *intra, dq, dk, dg)
 
 
-# The steps, on tensors cut in chunks, [B, H, NT, C, D]; x.mT transposes the last two dims. i >= j
-# are tokens of one chunk, C its last one.
+# The steps, on tensors split into chunks, [B, H, NT, C, D]; x.mT transposes the last two dims. i >=
+# j are tokens of one chunk; index C is its last token.
 
 
 def gate_cumsum(g):
@@ -221,7 +222,7 @@ def gate_cumsum(g):
 def chunk_states(k, v, b, h0=None):
     """Step 2: S' = 2^{b_C} S + sum_j (k_j 2^{b_C - b_j}) v_j^T, chunk after chunk."""
     B, H, NT, _, K = k.shape
-    S = k.new_zeros(B, H, NT, K, v.shape[-1])  # entering
+    S = k.new_zeros(B, H, NT, K, v.shape[-1])  # entering each chunk
     b_last = b[..., -1:, :]
     kv = (k * (b_last - b).exp2()).mT @ v
     state = k.new_zeros(B, H, K, v.shape[-1]) if h0 is None else h0
@@ -248,7 +249,7 @@ def output(q, v, b, A, S, scale):
 def state_grads(q, do, b, dht, scale):
     """Backward step 3: dS = 2^{b_C} dS' + scale sum_i (q_i 2^{b_i}) do_i^T, last chunk first."""
     B, H, NT, _, K = q.shape
-    dS = q.new_zeros(B, H, NT, K, do.shape[-1])  # leaving
+    dS = q.new_zeros(B, H, NT, K, do.shape[-1])  # leaving each chunk
     qdo = scale * (q * b.exp2()).mT @ do
     dstate = q.new_zeros(B, H, K, do.shape[-1]) if dht is None else dht
     for n in reversed(range(NT)):
@@ -268,11 +269,11 @@ def score_grads(do, v, scale):
 
 
 def intra_grads(q, k, b, dA):
-    """Backward step 6: what reaches q, k and g through A.
+    """Backward step 6: the gradients that reach q, k and g through A.
 
     dq_i = sum_{j <= i} dA_ij k_j 2^{b_i - b_j}, dk_j = sum_{i >= j} dA_ij q_i 2^{b_i - b_j}. A pair
-    decays by every gate between its tokens: dg_t = sum_{j < t <= i} dA_ij q_i k_j 2^{b_i - b_j},
-    formed here as a suffix sum in which pairs on one side of t cancel.
+    decays by every gate between its tokens: dg_t = sum_{j < t <= i} dA_ij q_i k_j 2^{b_i - b_j}.
+        This is computed as a suffix sum in which pairs on one side of t cancel.
     """
     dq, dk = torch.zeros_like(q), torch.zeros_like(k)
     for n in range(q.shape[2]):
@@ -283,7 +284,7 @@ def intra_grads(q, k, b, dA):
 
 
 def merge_grads(q, k, v, do, b, S, dS, dq, dk, dg, scale):
-    """Backward step 7: adds what passes through the states that enter (S) and leave (S').
+    """Backward step 7: adds the gradients through the states that enter (S) and leave (S') a chunk.
 
     dq_i += scale 2^{b_i} (S do_i), dk_j += 2^{b_C - b_j} (dS' v_j), and dg without cancellation:
     dg_t += sum_{i >= t} q_i dq_i + sum_{j < t} k_j dk_j + 2^{b_C} rowsum_V(S * dS').
@@ -307,12 +308,13 @@ def chunk_gla(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Recurrence:
-    """The chunkwise form for speed: all chunks at once but for the state, gradients by autograd.
+    """The chunkwise form for speed: all chunks at once except for the state, gradients by autograd.
 
-    Where a chunk's b spans at most `TIER1_RANGE` its scores are one matrix product of
-    q 2^{b - r} and k 2^{r - b} with a mid-range r a channel; else they are formed pair by pair.
+    If every chunk's b has a range of at most `TIER1_RANGE`, its scores are one matrix product of q
+    2^{b - r} and k 2^{r - b}, with the mid-range r of each channel. Otherwise they are computed
+    pair by pair.
 
-    Args: as `recurrence`.
+    Args: as in `recurrence`.
     """
     T, scale = q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
     k, v, g = for_every_head(q.shape[2], k, v, g)
@@ -338,7 +340,7 @@ def chunk_gla(
 
 
 def _log2_decay(g):
-    """g in log2 units; where the decay is 0 already it is held finite, for the sums. NaN stays."""
+    """g in log2 units, limited to finite values whose decay is 0, for the sums. NaN stays NaN."""
     return torch.where(_is_reset(g), _lowest(g), g * LOG2E)
 
 
@@ -351,7 +353,7 @@ def _lowest(g):
 
 
 def _pair_decay(b):
-    """2^{b_i - b_j} for i >= j, else 0: [.., C, K] -> [.., C, C, K]. Selected before the exp."""
+    """2^{b_i - b_j} for i >= j, else 0: [.., C, K] -> [.., C, C, K]. Masks before the exp."""
     later = torch.ones(b.shape[-2], b.shape[-2], dtype=torch.bool, device=b.device).tril()
     difference = b[..., :, None, :] - b[..., None, :, :]
     return torch.where(later[..., None], difference, -torch.inf).exp2()

@@ -18,10 +18,10 @@ from torch.nn.functional import logsigmoid
 from gla_ext import reference
 from gla_ext.ops.chunk import chunk_gla
 
-# Bounds on the relative RMS error against the fp64 recurrence, by the dtype of q, k and v. Rounding
-# a result alone costs .0017 in bf16 and .0002 in fp16, and their operands are rounded once more on
-# tensor cores; fp32 keeps its 24 bits through sums of 64 products and decays 2^b with |b| of tens.
-# dg is a difference of long sums, so it has a bound of its own where nothing else is rounded.
+# Bounds of the relative RMS error against the fp64 recurrence, by the dtype of q, k and v. Rounding
+# a result already costs .0017 in bf16 and .0002 in fp16, and on tensor cores operands are rounded
+# once more. fp32 keeps its 24 bits through sums of 64 products and decays 2^b with |b| of tens. dg
+# is a difference of long sums, so it has its own bound in the dtypes without such rounding.
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 3e-6,
@@ -29,7 +29,7 @@ TOLERANCE = {
     torch.float16: 0.0008,
 }
 DG_TOLERANCE = TOLERANCE | {torch.float64: 1e-11, torch.float32: 2e-5}
-# fp32 inputs on CUDA where torch's switch allows tf32, whose mantissa is fp16's.
+# For fp32 inputs on CUDA if torch allows tf32, which has the mantissa of fp16.
 TF32_TOLERANCE = TOLERANCE[torch.float16]
 
 QUANTITIES = ("o", "final_state", "dq", "dk", "dv", "dg", "dh0")
@@ -41,7 +41,7 @@ def tolerance(quantity: str, dtype: torch.dtype) -> float:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """RMS of the difference over RMS of `expected`, in fp64; NaN if either has one."""
+    """RMS of the difference over RMS of `expected`, in fp64; NaN if either contains NaN."""
     actual, expected = actual.detach().to(expected.device).double(), expected.detach().double()
     return ((actual - expected).norm() / expected.norm()).item()
 
@@ -50,8 +50,8 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 class Case:
     name: str
     gate: float = 1.0  # gates are logsigmoid(N(0, 1)) times this
-    resets: float = 0.0  # share of gates at -inf
-    lengths: tuple[int, ...] | None = None  # of packed sequences; the rest of 150 tokens is a tail
+    resets: float = 0.0  # share of gates that are -inf
+    lengths: tuple[int, ...] | None = None  # of packed sequences; other tokens of 150 follow
     heads: tuple[int, int] = (20, 24)  # K, V
 
 
@@ -113,7 +113,7 @@ def devices() -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs every case and prints the table. Returns 1 if anything is wrong, else 0."""
+    """Runs every case and prints the table. Returns 1 if a case is wrong, else 0."""
     argparse.ArgumentParser(prog="python -m gla_ext.selftest", description=__doc__).parse_args(argv)
     start, wrong = time.perf_counter(), 0
     print(f"{'device':7}{'dtype':10}{'case':14}" + "".join(f"{name:>12}" for name in QUANTITIES))

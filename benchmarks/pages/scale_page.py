@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from shared.picture import panels
+
 _GPUS = re.compile(r"#+ (\d+) GPUs beside one")
 _ROW = re.compile(r"\| ([^|]+) \| [^|]*\| (\d+\.\d+)x")
 _PAPER = re.compile(r"(\d+) ranks [\d.]+ ms, (\d+)% of")
@@ -27,25 +29,16 @@ def read(page: str) -> tuple[dict[str, dict[int, float]], dict[int, float]]:
 
 def draw(page: str, path: Path) -> None:
     """Tokens/s over those of as many single GPUs, against the number of GPUs, in even steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows, paper = read(page)
     ticks = sorted({W for ratios in (*rows.values(), paper) for W in ratios})
-    place = {W: x for x, W in enumerate(ticks)}
-    figure, axes = pyplot.subplots(figsize=(8.5, 5), layout="constrained")
-    for name, ratios in rows.items():
-        order = sorted(ratios)
-        x, y = [place[W] for W in order], [ratios[W] / W for W in order]
-        style = ":" if "FSDP2" in name else "--" if "training" in name else "-"
-        axes.plot(x, y, style, marker=".", label=name)
-    x, y = [place[W] for W in sorted(paper)], [paper[W] for W in sorted(paper)]
-    axes.plot(x, y, "k+:", lw=1, label="chunk_gla, as many tokens a rank, on paper")
-    axes.set(xlabel="GPUs", ylabel="tokens/s of each over one GPU's", ylim=(0, 1.1))
-    axes.set_xticks(range(len(ticks)), map(str, ticks))
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with panels(path, 1, (8.5, 5)) as (figure, (axis,)):
+        for name, ratios in rows.items():
+            order = sorted(ratios)
+            style = ":" if "FSDP2" in name else "--" if "training" in name else "-"
+            x, y = map(ticks.index, order), [ratios[W] / W for W in order]
+            axis.plot([*x], y, style, marker=".", label=name)
+        x, y = map(ticks.index, sorted(paper)), [paper[W] for W in sorted(paper)]
+        axis.plot([*x], y, "k+:", lw=1, label="chunk_gla, as many tokens a rank, on paper")
+        axis.set(xlabel="GPUs", ylabel="tokens/s of each over one GPU's", ylim=(0, 1.1))
+        axis.set_xticks(range(len(ticks)), map(str, ticks))
+        figure.legend(loc="outside lower center", ncols=3, fontsize=8)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from parts.training_rows import ROWS, Row
+from shared.picture import over_lengths, panels
 from shared.utilisation import mfu
 
 
@@ -28,15 +29,12 @@ def table(results: list[dict]) -> list[str]:
 
 def kinds_table(results: list[dict]) -> list[str]:
     rows = [r for r in results if "kinds" in r]
-    if not rows:
-        return []
-    names = {kind: None for r in rows for kind in r["kinds"]}
-    lines = ["", f"| ms of a step | {' | '.join(r['row'] + ', ' + r['build'] for r in rows)} |"]
-    lines.append("|---|" + "--:|" * len(rows))
-    for kind in names:
+    heads = " | ".join(f"{r['row']}, {r['build']}" for r in rows)
+    lines = ["", f"| ms of a step | {heads} |", "|---|" + "--:|" * len(rows)]
+    for kind in dict.fromkeys(kind for r in rows for kind in r["kinds"]):
         cells = " | ".join(f"{r['kinds'].get(kind, 0):.1f}" for r in rows)
         lines.append(f"| {kind} | {cells} |")
-    return lines
+    return lines if rows else []
 
 
 def line_of(row: Row) -> str | None:
@@ -69,23 +67,12 @@ def lines(results: list[dict]) -> dict[str, dict[int, dict]]:
 
 def draw(results: list[dict], path: Path) -> None:
     """Tokens/s and peak memory against the length of a sequence, as the paper's Figure 6."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for name, points in lines(results).items():
-        order = sorted(points)
-        for axes, key in zip(panels, ("tokens_per_s", "peak_gib"), strict=True):
-            axes.plot(order, [points[T][key] for T in order], marker=".", label=name)
-    labels = ("tokens/s, sustained", "peak memory, GiB")
-    for axes, label in zip(panels, labels, strict=True):
-        axes.set(xscale="log", xlabel="T (32,768 tokens a step)", ylabel=label)
-        axes.set_ylim(bottom=0)
-        axes.set_xticks([2048, 8192, 32768], ["2048", "8192", "32768"])
-        axes.set_xticks([], minor=True)
-        axes.grid(alpha=0.3)
-    panels[1].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    labels = {"tokens_per_s": "tokens/s, sustained", "peak_gib": "peak memory, GiB"}
+    with panels(path, 2, (11, 4.5)) as (_, axes):
+        for axis, (key, label) in zip(axes, labels.items(), strict=True):
+            for name, points in lines(results).items():
+                order = sorted(points)
+                axis.plot(order, [points[T][key] for T in order], marker=".", label=name)
+            over_lengths(axis, [2048, 8192, 32768], xlabel="T (32,768 tokens a step)", ylabel=label)
+            axis.set_ylim(bottom=0)
+        axes[1].legend(fontsize=8)

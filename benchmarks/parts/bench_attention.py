@@ -4,9 +4,8 @@ import itertools
 import math
 from collections.abc import Callable
 
-import bench_cuda as bench
 import torch
-from shared.timing import Timing, cold
+from shared import operator as bench
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -41,19 +40,14 @@ def call(backend: SDPBackend, T: int, backward: bool) -> Callable[[], object]:
     return run
 
 
-def measure(functions: dict[str, Callable]) -> dict[str, dict[str, dict[str, Timing]]]:
-    """Timings by T, mode and name."""
-    results = {}
-    for shape in shapes():
-        T = shape[1]
-        x, row = bench.draw(shape), results.setdefault(str(T), {})
-        for backward in (False, True):
-            with torch.set_grad_enabled(backward):
-                calls = {name: bench.call(f, x, backward) for name, f in functions.items()}
-                calls |= {name: call(b, T, backward) for name, b in BACKENDS.items()}
-                row[bench.MODES[backward]] = cold(calls)
-        torch.cuda.empty_cache()
-    return results
+def measure(functions: dict[str, Callable], x) -> bench.Times:
+    """`functions` on inputs x of `chunk_gla`, and attention of as many tokens."""
+
+    def calls(backward: bool) -> dict[str, Callable]:
+        attention = {name: call(b, x.q.shape[1], backward) for name, b in BACKENDS.items()}
+        return {name: bench.call(f, x, backward) for name, f in functions.items()} | attention
+
+    return bench.time_both_ways(calls)
 
 
 def break_even(ours: dict[int, float], theirs: dict[int, float]) -> str:

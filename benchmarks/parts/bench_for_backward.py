@@ -4,10 +4,11 @@ operands that it has made (the default): time and memory.
 
 import functools
 
-import bench_cuda as bench
 import torch
 from shared.gate import require_close
 from shared.timing import cold
+
+import gla_ext
 
 TOLERANCE = 0.005  # two roundings of bf16
 
@@ -21,19 +22,18 @@ def run(x, for_backward_bytes: int) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def measure(shape) -> dict:
+def measure(x) -> dict:
     """Forward + backward where everything is computed again and where operands are kept: times, and
     the bytes that wait for backward beside the inputs.
     """
-    import gla_ext
-
-    x = bench.draw(shape)
+    shape = (*x.q.shape, x.v.shape[-1])
     kept = gla_ext.plan(*shape, gate_dtype=x.g.dtype).for_backward_bytes
-    choices = {"recomputed": 0} | ({"kept": kept} if kept else {})
-    results = {name: run(x, size) for name, size in choices.items()}
+    calls = {"recomputed": functools.partial(run, x, 0)}
+    if kept:
+        calls["kept"] = functools.partial(run, x, kept)
+    results = {name: call() for name, call in calls.items()}
     sizes = {name: found.pop("kept").nbytes for name, found in results.items()}
     if kept:
         require_close(results["kept"], results["recomputed"], TOLERANCE, f"kept, {shape}")
     del results
-    calls = {name: functools.partial(run, x, size) for name, size in choices.items()}
     return {"ms": cold(calls), "bytes": sizes}

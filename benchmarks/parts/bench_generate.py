@@ -1,4 +1,4 @@
-"""Generation with a language model of 340M parameters: gla_ext's, a Transformer of the same size
+"""Generation with a language model of 374 M parameters: gla_ext's, a Transformer of the same size
 on `scaled_dot_product_attention`, and FLA's. Weights are random, sampling is greedy, all in bf16.
 """
 
@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from parts import bench_model
-from shared.contenders import FLA, Attends, Contender, Ours
 from shared.gate import WrongResults, require_close
+from shared.models import FLA, MODEL, TOLERANCE, Attends, Contender, Ours, build, of_few_layers
 from shared.timing import Timing, summary
 from torch import Tensor, nn
 
-FUSED, COMPILED = "gla_ext, fused projections", "gla_ext, compiled"
-TRANSFORMER = "SDPA Transformer"
-TOLERANCE = bench_model.LOGITS_TOLERANCE
+from gla_ext.cache import StaticGLACache
+from gla_ext.model import fuse_projections
+
+FUSED, TRANSFORMER = "gla_ext, fused projections", "SDPA Transformer"
 CHECKED_STEPS = 8
 
 
@@ -26,36 +26,25 @@ CHECKED_STEPS = 8
 class Sizes:
     """What is measured: with prompts of one length, and for one sequence after many tokens."""
 
-    model: dict
+    model: dict = dataclasses.field(default_factory=lambda: MODEL)
     prompt: int = 2048
     batches: tuple[int, ...] = (1, 32)
     lengths: tuple[int, ...] = (1000, 100_000)  # generated
     steps: int = 100  # of a sample
     samples: int = 7
+    device: str = "cuda"
 
+    def draw(self, batch_size: int) -> Tensor:
+        """Prompts."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        size = (batch_size, self.prompt)
+        vocabulary = self.model["vocab_size"]
+        return torch.randint(vocabulary, size, device=self.device, generator=generator)
 
-SIZES = Sizes(bench_model.MODEL)
-
-
-def draw_prompts(sizes: Sizes, batch_size: int, device: str = "cuda") -> Tensor:
-    generator = torch.Generator(device).manual_seed(0)
-    size = (batch_size, sizes.prompt)
-    return torch.randint(sizes.model["vocab_size"], size, device=device, generator=generator)
-
-
-def build_transformer(sizes: Sizes, device: str = "cuda") -> nn.Module:
-    from shared.transformer import Transformer
-
-    from gla_ext.model.config import GLAConfig
-
-    torch.manual_seed(0)
-    with torch.device(device):
-        return Transformer(GLAConfig(**sizes.model)).to(torch.bfloat16).eval()
-
-
-def checked(sizes: Sizes) -> Sizes:
-    """Of what is compared before anything is timed."""
-    return dataclasses.replace(sizes, model=bench_model.of_few_layers(sizes.model))
+    def build(self, kind: str = "gla_ext", checked: bool = False) -> nn.Module:
+        """The model, or with few layers the one that is checked."""
+        model = of_few_layers(self.model) if checked else self.model
+        return build(model, self.device, kind=kind).eval()
 
 
 @torch.no_grad()
@@ -63,8 +52,6 @@ def check_ours(model: nn.Module, prompts: Tensor) -> None:
     """Raises WrongResults unless decoding gives the logits of one forward over all tokens, and a
     graph the tokens of eager steps.
     """
-    from gla_ext.cache import StaticGLACache
-
     cache, B, T = StaticGLACache(prompts.shape[0]), *prompts.shape
     with cache.prefill():
         logits = [model(prompts, past_key_values=cache, use_cache=True, logits_to_keep=1).logits]
@@ -85,35 +72,30 @@ def check_ours(model: nn.Module, prompts: Tensor) -> None:
 def check_transformer(model: nn.Module, prompts: Tensor) -> None:
     """The same of the Transformer, whose steps have a length each."""
     B, T = prompts.shape
-    cache = model.new_cache(B, T + CHECKED_STEPS)
+    cache, fresh = (model.new_cache(B, T + CHECKED_STEPS) for _ in range(2))
     everywhere = torch.arange(T + CHECKED_STEPS, device=prompts.device)
     logits, tokens = [model(prompts, cache, everywhere[:T], T)], prompts
+    whole = [logits[0]]
     for n in range(T, T + CHECKED_STEPS):
         tokens = torch.cat([tokens, logits[-1].argmax(-1, keepdim=True)], 1)
         logits.append(model(tokens[:, -1:], cache, everywhere[n : n + 1], n + 1))
-    fresh = model.new_cache(B, T + CHECKED_STEPS)
-    whole = [
-        model(tokens[:, :n], fresh, everywhere[:n], n) for n in range(T, T + CHECKED_STEPS + 1)
-    ]
-    require_close(
-        {"logits": torch.stack(logits)},
-        {"logits": torch.stack(whole)},
-        TOLERANCE,
-        f"decoding with the Transformer, B {B}, T {T}",
-    )
+        whole.append(model(tokens, fresh, everywhere[: n + 1], n + 1))
+    found, expected = {"logits": torch.stack(logits)}, {"logits": torch.stack(whole)}
+    where = f"decoding with the Transformer, B {B}, T {T}"
+    require_close(found, expected, TOLERANCE, where)
 
 
 @torch.no_grad()
-def check_fla(model: nn.Module, prompts: Tensor, sizes: Sizes) -> None:
+def check_fla(model: nn.Module, sizes: Sizes) -> None:
     """FLA's logits after some decoded tokens against those of our forward in fp32."""
-    theirs, T = FLA(model), prompts.shape[1]
+    prompts, theirs = sizes.draw(2), FLA(model)
     tokens = torch.cat([prompts, theirs.first(prompts).unsqueeze(1)], 1)
     for _ in range(CHECKED_STEPS - 1):
         tokens = torch.cat([tokens, theirs.step().unsqueeze(1)], 1)
     output = model(tokens[:, -1:], past_key_values=theirs.cache, use_cache=True, logits_to_keep=1)
-    whole = bench_model.exact_logits(sizes.model, tokens, logits_to_keep=1)
-    where = f"decoding with FLA, B {prompts.shape[0]}, T {T}"
-    require_close({"logits": output.logits}, {"logits": whole}, TOLERANCE, where)
+    exact = sizes.build(checked=True).float()(input_ids=tokens, logits_to_keep=1)
+    where = f"decoding with FLA, B 2, T {sizes.prompt}"
+    require_close({"logits": output.logits}, {"logits": exact.logits}, TOLERANCE, where)
 
 
 def step_times(contender: Contender, sizes: Sizes) -> Timing:
@@ -151,22 +133,20 @@ def emptied() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-@torch.no_grad()
-def measure_batches(make: Callable[[int], Contender], sizes: Sizes, device: str) -> dict:
+def measure_batches(make: Callable[[int], Contender], sizes: Sizes) -> dict:
     """Time to the first token and of a step by batch size."""
     results = {}
     for B in sizes.batches:
         with emptied():
-            contender, prompts = make(B), draw_prompts(sizes, B, device)
-            first = first_times(contender, prompts, sizes)
+            contender = make(B)
+            first = first_times(contender, sizes.draw(B), sizes)
             results[str(B)] = {"first": first, "step": step_times(contender, sizes)}
             del contender
     return results
 
 
-@torch.no_grad()
 def measure_lengths(
-    make: Callable[[int], Contender], sizes: Sizes, device: str, generated: bool
+    make: Callable[[int], Contender], sizes: Sizes, lengths: tuple[int, ...], generated: bool
 ) -> dict:
     """Time of a step and peak memory, weights included, of one sequence after so many new tokens.
 
@@ -175,98 +155,74 @@ def measure_lengths(
         generated: whether its steps get there one by one; else it is there from the start.
     """
     results, done, contender = {}, 0, None
-    for n in sizes.lengths:
+    for n in lengths:
         with emptied():
             if contender is None or not generated:
                 contender = make(sizes.prompt + n)
-                contender.first(draw_prompts(sizes, 1, device))
+                contender.first(sizes.draw(1))
                 gc.collect()
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()  # prefill's is not of interest
-            if generated:
-                for _ in range(n - done):
-                    contender.step()
-            done = n
+            for _ in range(n - done if generated else 0):
+                contender.step()
             step = step_times(contender, sizes)
             results[str(n)] = {"step": step, "peak_bytes": torch.cuda.max_memory_allocated()}
-            done += 1 + sizes.steps * sizes.samples
+            done = n + 1 + sizes.steps * sizes.samples
             if not generated:
                 contender = None
     return results
 
 
-def measure(
-    fla: bool,
-    compiled: bool = False,
-    sizes: Sizes = SIZES,
-    device: str = "cuda",
-    results: dict | None = None,
-) -> dict:
-    """Rows by name, sizes, and notes on what could not be measured; `results` has each row as soon
-    as it is there.
-    """
-    results = {} if results is None else results
-    results |= dataclasses.asdict(sizes) | {"rows": {}, "parameters": {}, "notes": []}
-    with emptied():
-        measure_gla(results, compiled, sizes, device)
-    with emptied():
-        measure_transformer(results, compiled, sizes, device)
-    if fla:
+@torch.no_grad()
+def measure(fla: bool, sizes: Sizes | None = None) -> dict:
+    """Rows by name, sizes, and notes on what could not be measured."""
+    sizes = sizes or Sizes()
+    results = dataclasses.asdict(sizes) | {"rows": {}, "parameters": {}, "notes": []}
+    for part in (measure_gla, measure_transformer, *[measure_fla] * fla):
         with emptied():
-            measure_fla(results, sizes, device)
+            part(results, sizes)
     return results
 
 
-def measure_gla(results: dict, compiled: bool, sizes: Sizes, device: str) -> None:
-    from gla_ext.model import fuse_projections
-
-    prompts = draw_prompts(sizes, 2, device)
-    model = bench_model.build_ours(checked(sizes).model, device).eval()
+def measure_gla(results: dict, sizes: Sizes) -> None:
+    prompts, model = sizes.draw(2), sizes.build(checked=True)
     check_ours(model, prompts)
     check_ours(fuse_projections(model), prompts)
     del model  # whose memory would be counted
-    model = bench_model.build_ours(sizes.model, device).eval()
+    model = sizes.build()
     results["parameters"]["gla_ext"] = sum(p.numel() for p in model.parameters())
-    few = dataclasses.replace(sizes, lengths=sizes.lengths[:1])
-    for name in ("gla_ext", COMPILED, FUSED):
-        if name == COMPILED and not compiled:
-            continue
+    for name, lengths in (("gla_ext", sizes.lengths[:1]), (FUSED, sizes.lengths)):
         if name == FUSED:
             fuse_projections(model)
-        make = functools.partial(Ours, model, compiled=name == COMPILED)
-        lengths = sizes if name == FUSED else few
+        make = functools.partial(Ours, model)
         results["rows"][name] = {
-            "batches": measure_batches(make, sizes, device),
-            "lengths": measure_lengths(lambda _, make=make: make(1), lengths, device, True),
+            "batches": measure_batches(make, sizes),
+            "lengths": measure_lengths(lambda _, make=make: make(1), sizes, lengths, True),
         }
 
 
-def measure_transformer(results: dict, compiled: bool, sizes: Sizes, device: str) -> None:
-    check_transformer(build_transformer(checked(sizes), device), draw_prompts(sizes, 2, device))
-    model = build_transformer(sizes, device)
+def measure_transformer(results: dict, sizes: Sizes) -> None:
+    check_transformer(sizes.build("Transformer++", checked=True), sizes.draw(2))
+    model = sizes.build("Transformer++")
     results["parameters"][TRANSFORMER] = sum(p.numel() for p in model.parameters())
-    for name in (TRANSFORMER, f"{TRANSFORMER}, compiled")[: 1 + compiled]:
-        make = functools.partial(Attends, model, compiled=name != TRANSFORMER)
-        of_batch = functools.partial(make, length=sizes.prompt + 1)
-        of_length = functools.partial(make, 1)
-        results["rows"][name] = {
-            "batches": measure_batches(of_batch, sizes, device),
-            "lengths": measure_lengths(of_length, sizes, device, False),
-        }
+    of_batch = functools.partial(Attends, model, length=sizes.prompt + 1)
+    of_length = functools.partial(Attends, model, 1)
+    results["rows"][TRANSFORMER] = {
+        "batches": measure_batches(of_batch, sizes),
+        "lengths": measure_lengths(of_length, sizes, sizes.lengths, False),
+    }
 
 
-def measure_fla(results: dict, sizes: Sizes, device: str) -> None:
+def measure_fla(results: dict, sizes: Sizes) -> None:
     """FLA's row, of the first length alone: it would take half an hour to the others."""
     try:
-        import fla.models.gla  # noqa: F401
+        few = sizes.build("FLA", checked=True)
     except ImportError as error:
         results["notes"].append(f"FLA's GLAForCausalLM cannot be imported here ({error}).")
         return
-    few = checked(sizes)
-    check_fla(bench_model.build_fla(few.model).eval(), draw_prompts(sizes, 2, device), few)
-    model = bench_model.build_fla(sizes.model).eval()
-    few = dataclasses.replace(sizes, lengths=sizes.lengths[:1])
+    check_fla(few, sizes)
+    model = sizes.build("FLA")
     results["rows"]["FLA"] = {
-        "batches": measure_batches(lambda _: FLA(model), sizes, device),
-        "lengths": measure_lengths(lambda _: FLA(model), few, device, True),
+        "batches": measure_batches(lambda _: FLA(model), sizes),
+        "lengths": measure_lengths(lambda _: FLA(model), sizes, sizes.lengths[:1], True),
     }

@@ -9,10 +9,15 @@ from collections.abc import Callable
 import bench_fla
 import torch
 import torch.nn.functional as F
-from bench_cuda import MODES
 from shared.gate import require_close
+from shared.operator import MODES
 from shared.timing import Timing, cold
 from torch import Tensor
+
+from gla_ext.losses import cross_entropy_loss
+from gla_ext.ops.gate_projection import gate_projection, plain_gate_projection
+from gla_ext.ops.rms_norm import plain_rms_norm, rms_norm, rms_norm_residual
+from gla_ext.ops.swiglu import swiglu
 
 TOLERANCE = 0.01  # bf16 results of fp32 sums, of which torch's are rounded twice
 CHECKED = 2**20  # elements of a leaf
@@ -46,10 +51,6 @@ class Row:
 
 def rows() -> dict[str, Row]:
     """By name."""
-    from gla_ext.losses import cross_entropy_loss
-    from gla_ext.ops.gate_projection import gate_projection, plain_gate_projection
-    from gla_ext.ops.rms_norm import plain_rms_norm, rms_norm, rms_norm_residual
-    from gla_ext.ops.swiglu import swiglu
 
     def norm(x, weight, gate=None):
         return rms_norm(x, weight, EPS, gate)

@@ -13,6 +13,14 @@ from shared.timing import Timing, host_us, slope_us
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from gla_ext import reference
+from gla_ext.ops.recurrent import (
+    fused_recurrent_gla,
+    recurrent_gla_step_,
+    recurrent_gla_verify,
+)
+from gla_ext.selftest import TOLERANCE, relative_error
+
 SHAPES = (  # B, H, K, V
     (1, 4, 128, 256),
     (64, 4, 128, 256),
@@ -42,11 +50,7 @@ class Rows:
 
 
 def draw(
-    shape,
-    T: int = 1,
-    state_v_first: bool = False,
-    device: str = "cuda",
-    state_dtype: torch.dtype = torch.float32,
+    shape, T: int, state_v_first: bool, device: str, state_dtype: torch.dtype = torch.float32
 ) -> Rows:
     """bf16 tokens with trained GLA's gates, and states, drawn on the device."""
     B, H, K, V = shape
@@ -66,10 +70,6 @@ def check(rows: Rows, where: str) -> None:
     """Raises WrongResults unless a step is the recurrence in fp64, for the first and the last row,
     and verification has its outputs and leaves the states.
     """
-    from gla_ext import reference
-    from gla_ext.ops.recurrent import recurrent_gla_step_, recurrent_gla_verify
-    from gla_ext.selftest import TOLERANCE, relative_error
-
     state, ends = rows.state.clone(), [0, -1]
     o = recurrent_gla_step_(**rows.arguments() | {"state": state})
     first = rows.state[ends].double()
@@ -90,8 +90,6 @@ def check(rows: Rows, where: str) -> None:
 
 def calls(rows: Rows) -> dict[str, Callable[[], object]]:
     """A step in place, one that returns a new state, and the floor of both."""
-    from gla_ext.ops.recurrent import fused_recurrent_gla, recurrent_gla_step_
-
     arguments = rows.arguments()
     return {
         "floor": lambda: rows.state.mul_(1),
@@ -108,8 +106,6 @@ def calls(rows: Rows) -> dict[str, Callable[[], object]]:
 @torch.no_grad()
 def measure(device: str = "cuda") -> dict[str, dict[str, dict[str, Timing | float]]]:
     """Microseconds: steps and verification in graphs by shape, and eager calls on the host."""
-    from gla_ext.ops.recurrent import recurrent_gla_verify
-
     results: dict[str, dict] = {"step": {}, "verify": {}, "host": {}}
     short = [(SHORT_SHAPE, of) for of in STATE_DTYPES if of]
     for shape, of in [*((shape, "") for shape in SHAPES), *short]:
@@ -117,9 +113,9 @@ def measure(device: str = "cuda") -> dict[str, dict[str, dict[str, Timing | floa
         for layout, state_v_first in LAYOUTS.items():
             rows = draw(shape, 1, state_v_first, device, STATE_DTYPES[of])
             check(rows, f"recurrence, {name(shape)}{of}, {layout}")
-            for what, call in calls(rows).items():
-                if what != "floor" or not state_v_first:
-                    row[what if what == "floor" else f"{what} {layout}"] = slope_us(call)
+            times = {what: slope_us(call) for what, call in calls(rows).items()}
+            row.setdefault("floor", times.pop("floor"))
+            row |= {f"{what} {layout}": time for what, time in times.items()}
             del rows
             torch.cuda.empty_cache()
     for shape in VERIFY_SHAPES:
@@ -130,7 +126,7 @@ def measure(device: str = "cuda") -> dict[str, dict[str, dict[str, Timing | floa
                 check(rows, f"verification, {name(shape)}, {layout}, T {T}")
                 call = functools.partial(recurrent_gla_verify, **rows.arguments())
                 row[f"T {T}"] = slope_us(call)
-    rows = draw(SHAPES[0], device=device)
+    rows = draw(SHAPES[0], 1, False, device)
     eager = calls(rows) | {"verify": lambda: recurrent_gla_verify(**rows.arguments())}
     results["host"] = {what: host_us(call) for what, call in eager.items() if what != "floor"}
     return results

@@ -43,15 +43,10 @@ def inputs(shape: tuple[int, ...], gates: str, gate_dtype: torch.dtype, device, 
     g = {"weak": g / 512, "strong": g, "reset": g / 512}[gates]
     if gates == "reset":
         g[:, :: T // 7 + 1] = -torch.inf
-    return {
-        "q": normal(B, T, H, K).to(dtype),
-        "k": normal(B, T, H, K).to(dtype),
-        "v": normal(B, T, H, V).to(dtype),
-        "g": g.to(gate_dtype),
-        "do": normal(B, T, H, V).to(dtype),
-        "h0": normal(B, H, K, V) / 10,
-        "dht": normal(B, H, K, V) / 10,
-    }
+    sizes = {"q": K, "k": K, "v": V, "do": V}
+    x = {name: normal(B, T, H, size).to(dtype) for name, size in sizes.items()}
+    states = {name: normal(B, H, K, V) / 10 for name in ("h0", "dht")}
+    return x | states | {"g": g.to(gate_dtype)}
 
 
 def results(x: dict, tokens: slice, rows, cu_seqlens=None, **options) -> dict[str, Tensor]:

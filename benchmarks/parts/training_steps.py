@@ -2,15 +2,16 @@
 
 import dataclasses
 import gc
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import torch
 from parts.training_rows import SIZES, Row
+from shared import models
 from shared.gate import WrongResults, require_close
 from shared.timing import host_us
 from shared.utilisation import product_parameters
@@ -41,44 +42,20 @@ KINDS = {  # the first that fits
 
 def tokens_of(row: Row, B: int | None = None, T: int | None = None) -> Tensor:
     generator = torch.Generator(DEVICE).manual_seed(0)
-    size = (row.B if B is None else B, row.T if T is None else T)
+    size = (B or row.B, T or row.T)
     return torch.randint(SIZES[row.size]["vocab_size"], size, device=DEVICE, generator=generator)
 
 
 def build(row: Row, layers: int | None = None, dtype: torch.dtype | None = None) -> nn.Module:
     """The model, with the same weights for gla_ext and FLA."""
-    sizes = dict(SIZES[row.size])
-    if layers is not None:
-        sizes["num_hidden_layers"] = layers
-    if dtype is None:
-        dtype = torch.float32 if row.autocast else torch.bfloat16
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        if row.model == "Transformer++":
-            from shared.transformer import Transformer
-
-            from gla_ext.model.config import GLAConfig
-
-            model: nn.Module = Transformer(GLAConfig(**sizes))
-        else:
-            from gla_ext.model import GLAForCausalLM
-            from gla_ext.model.config import GLAConfig
-
-            options = {}
-            if row.loss == "linear":
-                options = {"fuse_linear_cross_entropy": True, "fuse_cross_entropy": False}
-            if row.hybrid:
-                blocks = range(sizes["num_hidden_layers"])
-                options["attn"] = {"layers": [*blocks[5::6]] or [*blocks[-1:]], "num_heads": 16}
-            model = GLAForCausalLM(GLAConfig(**sizes, **options))
-            if row.model == "FLA":
-                from fla.models.gla import GLAConfig as TheirConfig
-                from fla.models.gla import GLAForCausalLM as Theirs
-
-                weights = model.state_dict()
-                model = Theirs(TheirConfig(**sizes))
-                model.load_state_dict(weights)
-    model = model.to(dtype).train()
+    sizes = SIZES[row.size] | ({"num_hidden_layers": layers} if layers else {})
+    if row.loss == "linear":
+        sizes |= {"fuse_linear_cross_entropy": True, "fuse_cross_entropy": False}
+    if row.hybrid:
+        blocks = range(sizes["num_hidden_layers"])
+        sizes["attn"] = {"layers": [*blocks[5::6]] or [*blocks[-1:]], "num_heads": 16}
+    dtype = dtype or (torch.float32 if row.autocast else torch.bfloat16)
+    model = models.build(sizes, DEVICE, dtype, row.model).train()
     if row.apart:
         for block in model.model.layers:
             block.attn.batch_projections = False
@@ -92,20 +69,14 @@ def build(row: Row, layers: int | None = None, dtype: torch.dtype | None = None)
 def loss_of(model: nn.Module, row: Row) -> Callable[[Tensor], Tensor]:
     """The loss of tokens; compiled as the row says, in whole graphs."""
     compiled = {"fullgraph": True, "dynamic": False}
-    if row.model == "Transformer++":
-        options = {"fused": row.loss == "ours", "checkpointing": row.checkpointing}
-        function = partial(model.training_loss, **options)
-        if row.compiled == "model":
-            function = torch.compile(function, **compiled)
-        elif row.compiled == "blocks":
-            for block in model.layers:
-                block.over_all = torch.compile(block.over_all, **compiled)
-        return function
+    transformer = row.model == "Transformer++"
     if row.compiled == "blocks":
-        for block in model.model.layers:
+        for block in model.layers if transformer else model.model.layers:
             block.compile(**compiled)
 
     def loss(tokens: Tensor) -> Tensor:
+        if transformer:
+            return model.training_loss(tokens, row.loss == "ours", row.checkpointing)
         return model(input_ids=tokens, labels=tokens).loss
 
     # With the loss in the graph: logits that it returned would get a gradient, of zeros, that
@@ -169,44 +140,39 @@ def check(name: str, row: Row) -> None:
 
 def sustained(step: Callable[[Tensor], Tensor], tokens: Tensor, seconds: float) -> dict:
     """Milliseconds a step, back to back after a second of the same; the first and last loss."""
-    first = step(tokens).item()
-    for _ in range(2):
-        step(tokens)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    step(tokens)
-    torch.cuda.synchronize()
-    one = time.perf_counter() - start
-    for _ in range(int(1 / one)):
-        step(tokens)
-    torch.cuda.synchronize()
+    losses = []
+
+    def run() -> None:
+        losses[1:] = [step(tokens)]
+
+    losses.append(step(tokens).item())
+    times_ms(run, 2)
+    (one,) = times_ms(run, 1)
+    times_ms(run, 1, int(1e3 / one))
     torch.cuda.reset_peak_memory_stats()
-    count = max(5, int(seconds / one))
-    start = time.perf_counter()
-    for _ in range(count):
-        loss = step(tokens)
-    torch.cuda.synchronize()
-    ms = 1e3 * (time.perf_counter() - start) / count
+    count = max(5, int(1e3 * seconds / one))
+    (ms,) = times_ms(run, 1, count)
     return {
         "ms": ms,
         "steps": count,
         "tokens_per_s": 1e3 * tokens.numel() / ms,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "losses": [first, loss.item()],
+        "losses": [float(loss) for loss in losses],
     }
 
 
-def cool_ms(step: Callable[[Tensor], Tensor], tokens: Tensor) -> float:
-    """Of a step after a rest, the median of five: its clocks are not lowered by the power limit."""
+def times_ms(run: Callable[[], object], count: int, steps: int = 1, rest_s: float = 0) -> list:
+    """Milliseconds of a step by the host's clock, over `steps` in a row, each time after a rest."""
     samples = []
-    for _ in range(5):
+    for _ in range(count):
         torch.cuda.synchronize()
-        time.sleep(REST_S)
+        time.sleep(rest_s)
         start = time.perf_counter()
-        step(tokens)
+        for _ in range(steps):
+            run()
         torch.cuda.synchronize()
-        samples.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(samples)
+        samples.append(1e3 * (time.perf_counter() - start) / steps)
+    return samples
 
 
 def layer_host_us(model: nn.Module, row: Row) -> float:
@@ -218,51 +184,25 @@ def layer_host_us(model: nn.Module, row: Row) -> float:
         return host_us(lambda: layer(x), calls=400)
 
 
-def host_ms(step: Callable[[Tensor], Tensor], tokens: Tensor) -> float:
-    for _ in range(5):
-        step(tokens)
-    samples = []
-    for _ in range(4):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(10):
-            step(tokens)
-        torch.cuda.synchronize()
-        samples.append(1e3 * (time.perf_counter() - start) / 10)
-    return min(samples)
-
-
 def kind_of(kernel: str) -> str:
     return next((kind for kind, parts in KINDS.items() if any(p in kernel for p in parts)), "other")
 
 
 def profile(step: Callable[[Tensor], Tensor], tokens: Tensor) -> dict:
-    """Milliseconds of GPU time by kind of kernel, the number of kernels, the largest of no kind."""
+    """Milliseconds of GPU time by kind of kernel, and the number of kernels."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    step(tokens)
-    torch.cuda.synchronize()
+    times_ms(lambda: step(tokens), 1)
     with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as run:
-        step(tokens)
-        torch.cuda.synchronize()
+        times_ms(lambda: step(tokens), 1)
+    on_gpu = torch.autograd.DeviceType.CUDA
     kinds: dict[str, float] = {}
-    by_name: dict[str, float] = {}
-    launches = 0
-    for event in run.events():
-        if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
-            continue
-        kind = kind_of(event.name)
-        ms = event.time_range.elapsed_us() / 1e3
-        kinds[kind] = kinds.get(kind, 0.0) + ms
-        launches += 1
-        name = f"{kind}: {event.name[:120]}"
-        by_name[name] = by_name.get(name, 0.0) + ms
-    host = sorted(run.key_averages(), key=lambda e: -e.self_cpu_time_total)[:30]
-    largest = dict(sorted(by_name.items(), key=lambda item: -item[1])[:40])
-    return {"kinds": kinds, "launches": launches, "largest": largest} | {
-        "host": {e.key[:80]: [e.count, e.self_cpu_time_total / 1e3] for e in host}
-    }
+    kernels = [e for e in run.events() if e.device_type == on_gpu and not e.is_user_annotation]
+    for kernel in kernels:
+        kind = kind_of(kernel.name)
+        kinds[kind] = kinds.get(kind, 0.0) + kernel.time_range.elapsed_us() / 1e3
+    return {"kinds": kinds, "launches": len(kernels)}
 
 
 def measure(name: str, row: Row, seconds: float, profiled: bool) -> dict:
@@ -271,18 +211,19 @@ def measure(name: str, row: Row, seconds: float, profiled: bool) -> dict:
     torch.cuda.empty_cache()
     torch.compiler.reset()
     with kernels_of(row):
-        start = time.perf_counter()
-        model = build(row)
+        model, tokens = build(row), tokens_of(row)
         step = stepper(row, model)
-        result = sustained(step, tokens_of(row), seconds)
-        result["total_s"] = time.perf_counter() - start
-        if not all(loss < float("inf") for loss in result["losses"]):
+        result = sustained(step, tokens, seconds)
+        if not all(math.isfinite(loss) for loss in result["losses"]):
             raise WrongResults(f"{name}: losses {result['losses']}")
-        result["cool_ms"] = cool_ms(step, tokens_of(row))
+        # After a rest the clocks are not lowered by the power limit.
+        result["cool_ms"] = statistics.median(times_ms(lambda: step(tokens), 5, rest_s=REST_S))
         if profiled:
-            result |= profile(step, tokens_of(row))
+            result |= profile(step, tokens)
         if not row.compiled:
-            result["host_ms"] = host_ms(step, tokens_of(row, 1, HOST_TOKENS))
+            few = tokens_of(row, 1, HOST_TOKENS)
+            times_ms(lambda: step(few), 5)
+            result["host_ms"] = min(times_ms(lambda: step(few), 4, steps=10))
             if row.model != "Transformer++":
                 result["layer_host_us"] = layer_host_us(model, row)
         result["product_parameters"] = product_parameters(model)

@@ -5,8 +5,8 @@ fp32 gates, one gate a head, and gates of other strengths. Parts of `check_gpu.p
 import dataclasses
 import random
 
-import bench_cuda as bench
 import torch
+from shared import operator as bench
 
 # Lengths of packed sequences, 65,536 tokens together; none is a multiple of 64.
 MIXED = (
@@ -41,24 +41,21 @@ class Case:
         g = x.g[..., 0].contiguous() if self.head_gates else x.g
         return dataclasses.replace(x, g=g.to(self.gate_dtype))
 
-
-def _packed(lengths: tuple[int, ...], *heads: int) -> Case:
-    return Case(1, sum(lengths), *heads, lengths=lengths)
-
-
-def _head_gates(*shape: int) -> Case:
-    return Case(*shape, gate_dtype=torch.float32, head_gates=True)
+    def of(self, lengths: tuple[int, ...]) -> "Case":
+        """The same tokens as packed sequences."""
+        return dataclasses.replace(self, lengths=lengths)
 
 
-MAIN = Case(8, 2048, 4, 128, 256)
+PACKED = Case(1, 65536, 4, 128, 256)
+BY_HEADS = {"gate_dtype": torch.float32, "head_gates": True}
 OTHERS = {
-    "8x2048x4x128x256": MAIN,
+    "8x2048x4x128x256": Case(8, 2048, 4, 128, 256),
     "8x1999x4x128x256": Case(8, 1999, 4, 128, 256),
-    "8x2048x4x128x256, g in fp32": dataclasses.replace(MAIN, gate_dtype=torch.float32),
-    "1x65536x4x128x256, packed, 32 of 2,048": _packed((2048,) * 32, 4, 128, 256),
-    "1x65536x4x128x256, packed, 33 of 5 to 12,106": _packed(MIXED, 4, 128, 256),
-    "1x65536x4x128x256, packed, these in a random order": _packed(SHUFFLED, 4, 128, 256),
-    "1x65536x4x128x256, packed, one of 32,771, 31 of some 1,057": _packed(UNEVEN, 4, 128, 256),
+    "8x2048x4x128x256, g in fp32": Case(8, 2048, 4, 128, 256, gate_dtype=torch.float32),
+    "1x65536x4x128x256, packed, 32 of 2,048": PACKED.of((2048,) * 32),
+    "1x65536x4x128x256, packed, 33 of 5 to 12,106": PACKED.of(MIXED),
+    "1x65536x4x128x256, packed, these in a random order": PACKED.of(SHUFFLED),
+    "1x65536x4x128x256, packed, one of 32,771, 31 of some 1,057": PACKED.of(UNEVEN),
     "8x2048x4x96x192": Case(8, 2048, 4, 96, 192),
     "8x2048x4x160x320": Case(8, 2048, 4, 160, 320),
     "8x2048x8x72x136": Case(8, 2048, 8, 72, 136),
@@ -66,8 +63,8 @@ OTHERS = {
     "8x2048x8x64x128, g in fp32": Case(8, 2048, 8, 64, 128, gate_dtype=torch.float32),
     "32x2048x16x64x64, g in fp32": Case(32, 2048, 16, 64, 64, gate_dtype=torch.float32),
     "8x2048x4x192x384": Case(8, 2048, 4, 192, 384),
-    "32x2048x4x128x256, one gate a head": _head_gates(32, 2048, 4, 128, 256),
-    "8x2048x16x128x128, one gate a head": _head_gates(8, 2048, 16, 128, 128),
+    "32x2048x4x128x256, one gate a head": Case(32, 2048, 4, 128, 256, **BY_HEADS),
+    "8x2048x16x128x128, one gate a head": Case(8, 2048, 16, 128, 128, **BY_HEADS),
 }
 STRENGTHS = (16.0, 4.0, 1.0, 0.25)  # n
 STRENGTH_SHAPES = (
@@ -82,6 +79,5 @@ STRENGTH_SHAPES = (
 def strengths() -> dict[str, dict[float, Case]]:
     """By shape and n."""
     return {
-        "x".join(map(str, shape)): {n: Case(*shape, n=n) for n in STRENGTHS}
-        for shape in STRENGTH_SHAPES
+        bench.name_of(shape): {n: Case(*shape, n=n) for n in STRENGTHS} for shape in STRENGTH_SHAPES
     }

@@ -54,6 +54,16 @@ def interleave(
     return {name: summary([1e3 * x for x in own]) for name, own in samples.items()}
 
 
+def elapsed_ms(call: Callable[[], object]) -> float:
+    """By CUDA events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
 def cold(variants: dict[str, Callable], budget_s: float = 1.0) -> dict[str, Timing]:
     """Milliseconds by CUDA events, the variants in turns, each with a cold L2.
 
@@ -64,15 +74,10 @@ def cold(variants: dict[str, Callable], budget_s: float = 1.0) -> dict[str, Timi
     flush = torch.empty(max(size, 2**27), dtype=torch.int8, device="cuda")
     samples: dict[str, list[float]] = {name: [] for name in variants}
 
-    def once(name) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    def once(name: str) -> float:
         flush.zero_()
         torch.cuda._sleep(SLEEP_CYCLES)
-        start.record()
-        variants[name]()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
+        return elapsed_ms(variants[name])
 
     estimate = 0.0
     for name in variants:
@@ -107,22 +112,12 @@ def slope_us(call: Callable[[], object], counts: tuple[int, int] = (40, 200)) ->
     costs by itself is in both.
     """
     graphs = [capture(call, count) for count in counts]
-
-    def once(graph) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
-
     for graph in graphs:
-        once(graph)
-    calls = counts[1] - counts[0]
+        elapsed_ms(graph.replay)
     samples = []
     for _ in range(15):
-        short, long = map(once, graphs)
-        samples.append(1e3 * (long - short) / calls)
+        short, long = (elapsed_ms(graph.replay) for graph in graphs)
+        samples.append(1e3 * (long - short) / (counts[1] - counts[0]))
     return summary(samples)
 
 

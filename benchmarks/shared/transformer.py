@@ -36,7 +36,9 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention; tokens at `position` see the first `length` entries of the cache."""
+    """Causal attention of whole sequences, or with a cache: then tokens at `position` see its
+    first `length` entries.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -46,34 +48,26 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, rotary: Tensor, cache: Tensor, position: Tensor, length: int
+        self,
+        x: Tensor,
+        rotary: Tensor,
+        cache: Tensor | None = None,
+        position: Tensor | None = None,
+        length: int = 0,
     ) -> Tensor:
-        q, k, v = self._heads(x, rotary)
-        keys, values = cache  # [B, H, capacity, D] each
-        keys.index_copy_(2, position, k)
-        values.index_copy_(2, position, v)
-        # A prompt begins at 0, so the causal mask is a square one; one token sees all there is.
-        o = scaled_dot_product_attention(
-            q,
-            keys[:, :, :length],
-            values[:, :, :length],
-            is_causal=x.shape[1] > 1,
-        )
-        return self.o_proj(o.transpose(1, 2).flatten(2))
-
-    def over_all(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """Of whole sequences, without a cache."""
-        q, k, v = self._heads(x, rotary)
-        o = scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(o.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v `[B, H, T, D]`, q and k turned."""
         q, k, v = (
             proj(x).unflatten(-1, (self.heads, HEAD_DIM)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return rotate(q, rotary), rotate(k, rotary), v
+        q, k = rotate(q, rotary), rotate(k, rotary)
+        if cache is not None:
+            keys, values = cache  # [B, H, capacity, D] each
+            keys.index_copy_(2, position, k)
+            values.index_copy_(2, position, v)
+            k, v = keys[:, :, :length], values[:, :, :length]
+        # A prompt begins at 0, so the causal mask is a square one; one token sees all there is.
+        o = scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1)
+        return self.o_proj(o.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -86,10 +80,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *attention: Tensor | int) -> Tensor:
         x = x + self.attn(self.attn_norm(x), *attention)
-        return x + self.mlp(self.mlp_norm(x))
-
-    def over_all(self, x: Tensor, rotary: Tensor) -> Tensor:
-        x = x + self.attn.over_all(self.attn_norm(x), rotary)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -138,9 +128,9 @@ class Transformer(nn.Module):
         x, rotary = self.embeddings(ids), rotations(torch.arange(ids.shape[1], device=ids.device))
         for layer in self.layers:
             if checkpointing:
-                x = checkpoint(layer.over_all, x, rotary, use_reentrant=False)
+                x = checkpoint(layer, x, rotary, use_reentrant=False)
             else:
-                x = layer.over_all(x, rotary)
+                x = layer(x, rotary)
         logits, targets = self.lm_head(self.norm(x))[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
         if fused:
             return cross_entropy_loss(logits, targets, inplace_backward=True)[0].mean()

@@ -1,14 +1,14 @@
-// Cross entropy, as csrc/common/cross_entropy.h defines it, with the logits x and the label y of a
-// row:
+// Cross entropy as csrc/common/cross_entropy.h defines it. For a row with logits x and label y:
 //   lse = log sum(exp s)      loss = lse − (1 − ls) s_y − ls mean(s) + z lse²
-// and backward, with p = exp(s − lse):
+// Backward, with p = exp(s − lse):
 //   dx = dloss ((1 + 2 z lse) p − ls / V − (1 − ls) [i = y]) ds/dx
 //
-// grid    a block a row, each thread of which has kAtOnce times eight logits, a block's width apart
+// grid    a block per row; a thread has kAtOnce times eight logits, a block's width apart
 // reads   x [N, V], y [N]; backward dloss, lse [N]
-// writes  loss, z lse², lse [N]; dx [N, V], which may lie where x lies
-// Sums are fp32 in an order that follows from V; dx is rounded once. A row that does not count is
-// not read. The kernel of both reads a row twice, the second time from the L2 cache.
+// writes  loss, z lse², lse [N]; dx [N, V], which may overwrite x
+// Sums are fp32, in an order that depends only on V; dx is rounded once. A row that does not count
+// is not read. The kernel that computes loss and gradient reads a row twice, the second time from
+// the L2 cache.
 #include "cuda/device/rows.cuh"
 #include "cuda_kernels.h"
 
@@ -16,14 +16,15 @@ namespace gla_ext::cuda::cross_entropy {
 namespace {
 
 constexpr int kThreads = kRowThreads;
-// Times eight logits of a thread in flight.
+// How many times eight logits a thread loads at once.
 template <class T>
 constexpr int kAtOnce = sizeof(T) == 2 ? 4 : 2;
 constexpr int kStep = 8 * kThreads;  // columns of a block at a time
 
 enum class Pass { kLoss, kGradient, kBoth };
 
-// f(column, x) for the eights of a row that are this thread's, x as it lies in memory.
+// Calls f(column, x) for each eight logits of a row that this thread has; x is in the format of
+// memory.
 template <Access kAccess, class T, class F>
 __device__ __forceinline__ void for_row(const T* row, int64_t width, F&& f) {
   for (int64_t first = threadIdx.x * 8; first < width; first += kAtOnce<T> * kStep) {
@@ -39,7 +40,7 @@ __device__ __forceinline__ void for_row(const T* row, int64_t width, F&& f) {
   }
 }
 
-// s and, where it is read, ds/dx.
+// Returns s; sets `slope` to ds/dx.
 __device__ __forceinline__ float scaled(const CrossEntropy& p, float x, float& slope) {
   slope = p.scale;
   x *= p.scale;
@@ -49,11 +50,12 @@ __device__ __forceinline__ float scaled(const CrossEntropy& p, float x, float& s
   return p.cap * t;
 }
 
-// What a thread knows of its part of a row: the largest s, the sum of exp(s - largest) and of s.
+// The sums of a thread over its part of a row: the largest s, the sum of exp(s - largest), and the
+// sum of s.
 struct Part {
   float most = -INFINITY, sum = 0.f, total = 0.f;
 
-  // Of an empty or infinitely small part nothing is subtracted.
+  // Subtracts nothing in a part that is empty or whose elements are all -inf.
   __device__ __forceinline__ static float base(float most) {
     return most == -INFINITY ? 0.f : most;
   }
@@ -86,7 +88,7 @@ __device__ __forceinline__ float max_of_block(float x, float (&s_warps)[kRowWarp
   return x;
 }
 
-// lse in every thread; the loss from the first.
+// Every thread gets lse; the first one stores the loss.
 template <Access kAccess, class T>
 __device__ __forceinline__ float loss_of_row(const CrossEntropy& p, const T* x, int64_t label) {
   __shared__ float s_most[kRowWarps], s_sums[2][kRowWarps];
@@ -109,7 +111,7 @@ __device__ __forceinline__ float loss_of_row(const CrossEntropy& p, const T* x, 
     const float s = scaled(p, to_float(x[label]), slope);
     const float z_loss = p.square * lse * lse;
     const float mean = total * p.per_width;
-    // Differences of lse, lest what is common to all be rounded.
+    // Formed from differences to lse, so that a common offset of all logits is not rounded.
     const float loss =
         (1.f - p.smoothing) * (lse - s) + (p.smoothing == 0.f ? 0.f : p.smoothing * (lse - mean));
     p.loss[blockIdx.x] = loss + z_loss;
@@ -170,7 +172,7 @@ __global__ void __launch_bounds__(kThreads) run_rows(const __grid_constant__ Cro
   } else {
     const float lse = loss_of_row<kAccess>(p, x, label);
     if constexpr (kPass == Pass::kBoth) {
-      __syncthreads();  // the logit of the label is read before it is written over
+      __syncthreads();  // the label's logit is read before it is overwritten
       gradient_of_row<kAccess>(p, x, label, lse, 1.f);
     }
   }

@@ -1,13 +1,13 @@
-// The same maps of 17 to 32 rows, by clusters of four blocks that share the columns.
+// The maps of linear.cuh for 17 to 32 rows, by clusters of four blocks that share the columns.
 //
-// grid    a cluster has up to 12 tiles of 16 rows of the weights, a block a quarter of their
-//         columns, a warp 128 of these, or several times 128, of one to three tiles
-// A result is the sum of the parts that linear.cuh's warps have, in the same order, so that a row
-// has the same bits in both kernels. Part j is of chunks j, j + parts, ...; a block has some
-// neighbouring parts. All weights of a block are on their way to shared memory before the kernel
-// before has ended. A block norms its own columns of all rows: it hands their sums of squares to
-// the others and has n(x) in shared memory, in 16 bytes a lane as products take them. Parts of sums
-// go to the block of the cluster that adds them.
+// grid    a cluster has up to 12 tiles of 16 rows of the weights; a block has a quarter of their
+//         columns; a warp has 128 of these columns, or a multiple of 128, of one to three tiles
+// A result is the sum of the same parts as those of linear.cuh's warps, in the same order, so that
+// a row has the same bits in both kernels. Part j consists of chunks j, j + parts, ...; a block has
+// some neighbouring parts. All weights of a block are being copied to shared memory before the
+// previous kernel ends. A block norms its own columns of all rows: it sends their sums of squares
+// to the other blocks and keeps n(x) in shared memory, 16 bytes per lane, in the layout of
+// products' operands. Parts of sums are sent to the block of the cluster that adds them.
 #pragma once
 
 #include "cuda/sm90/tiles/cluster.cuh"
@@ -17,33 +17,33 @@ namespace gla_ext::cuda::decode {
 
 constexpr int kClusterBlocks = 4;  // as many as there are lanes of a row
 constexpr int kClusterThreads = 256;
-constexpr int kRowTiles = 4;                         // of eight rows of x
-constexpr int kChunkBytes = kChunkColumns * 16 * 2;  // of a tile's weights
-constexpr int kUnitBytes = 32 * 16;                  // sixteen of every lane
-constexpr size_t kMostClusterBytes = 220 << 10;      // of a block
+constexpr int kRowTiles = 4;                         // tiles of eight rows of x
+constexpr int kChunkBytes = kChunkColumns * 16 * 2;  // of a tile's weights, in a chunk
+constexpr int kUnitBytes = 32 * 16;                  // 16 bytes for every lane
+constexpr size_t kMostClusterBytes = 220 << 10;      // shared memory of a block
 
-// Blocks that share a multiprocessor, and bytes of each. One leaves room for blocks of the next
-// kernel, but an H200 runs only 30 clusters of these at once, and 62 of two. SwiGLU has more tiles
-// than 30 clusters take in one wave.
+// blocks_of_processor: blocks that share a multiprocessor; few_bytes: their shared memory. With one
+// block there is room for blocks of the next kernel, but an H200 runs only 30 such clusters at
+// once, and 62 with two blocks. SwiGLU has more tiles than 30 clusters take in one wave.
 constexpr int blocks_of_processor(After after) { return after == After::kSwiglu ? 2 : 1; }
 constexpr size_t few_bytes(After after) {
   return size_t{after == After::kSwiglu ? 112u : 156u} << 10;
 }
 
-// Tiles of a warp: as many as have their sums in registers, beside rows that come from memory.
+// Most tiles of a warp: their sums must fit in registers, together with rows that come from memory.
 constexpr int most_tiles(Before before) { return before == Before::kNothing ? 2 : 3; }
 
-// How a call is spread over a cluster.
+// How a call is distributed over a cluster.
 struct ClusterPlan {
-  int32_t parts = 0;   // of a sum
+  int32_t parts = 0;   // number of parts of a sum
   int32_t each = 0;    // parts of a block
-  int32_t groups = 0;  // warps that have the same part, each with other tiles
+  int32_t groups = 0;  // warps that share a part, with different tiles
   int32_t turns = 0;   // chunks of a part
-  int32_t tiles = 0;   // of a cluster; 0: the kernel does not take the call
+  int32_t tiles = 0;   // of a cluster; 0: the kernel does not support the call
 };
 
-// Where parts of a block's shared memory start, in bytes, after the weights: n(x); parts of the
-// sums that this block adds; sums of squares; the norm's weight of its columns.
+// Offsets in bytes in a block's shared memory, after the weights: n(x); the parts of sums that this
+// block adds; sums of squares; the norm's weight for its columns.
 struct ClusterPlaces {
   int rows, sums, squares, norm_weight, end;
 
@@ -76,7 +76,8 @@ inline ClusterPlan plan_cluster(const DecodeLinear& p, Before before, After afte
   int most = most_tiles(before) * plan.groups;
   while (most > 1 && bytes(most) > few_bytes(after)) --most;
   if (bytes(most) > kMostClusterBytes) most = 0;
-  // As many waves of clusters as these need, with as few tiles each as that allows.
+  // Uses no more waves of clusters than this many tiles need, and as few tiles per cluster as that
+  // number of waves allows.
   const int blocks = blocks_of_processor(after) * p.processors;
   const int at_once = blocks < kClusterBlocks ? 1 : blocks / kClusterBlocks;
   const int waves = most == 0 ? 1 : (p.tiles + at_once * most - 1) / (at_once * most);
@@ -85,12 +86,12 @@ inline ClusterPlan plan_cluster(const DecodeLinear& p, Before before, After afte
   return plan;
 }
 
-// What a thread is in its cluster.
+// A thread's position in its cluster.
 struct Place {
-  int rank, first_tile, tiles;  // the block, tiles of the cluster
-  int part, group;              // of the warp: the part in its block, the first of its tiles
-  bool works;                   // whether there is such a part
-  int column;                   // the part's first
+  int rank, first_tile, tiles;  // rank of the block, tiles of the cluster
+  int part, group;              // of the warp: its part in the block, its first tile
+  bool works;                   // whether that part exists
+  int column;                   // first column of the part
 
   __device__ __forceinline__ Place(const DecodeLinear& p, const ClusterPlan& plan) {
     const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -105,7 +106,7 @@ struct Place {
 
 __device__ __forceinline__ int lane_bytes() { return static_cast<int>(threadIdx.x) % 32 * 16; }
 
-// Asks for this warp's weights, zeros after the last column. A lane copies what it multiplies.
+// Copies this warp's weights, with zeros after the last column. A lane copies what it multiplies.
 template <class T, Before kBefore, After kAfter>
 __device__ __forceinline__ void copy_weights(const DecodeLinear& p, const ClusterPlan& plan,
                                              const Place& place, uint32_t shared) {
@@ -130,8 +131,8 @@ __device__ __forceinline__ void copy_weights(const DecodeLinear& p, const Cluste
   sm90::commit_copies();
 }
 
-// Leaves n(x) of this block's columns in shared memory, its warp `group` of a part rows
-// 8 group + g. Ends with all of it written.
+// Puts n(x) of this block's columns in shared memory. Warp `group` of a part does rows 8 group + g.
+// On return all of n(x) is written.
 template <class T, Before kBefore>
 __device__ __forceinline__ void norm_rows(const DecodeLinear& p, const ClusterPlan& plan,
                                           const ClusterPlaces& at, const Place& place, uint8_t* s) {
@@ -143,7 +144,7 @@ __device__ __forceinline__ void norm_rows(const DecodeLinear& p, const ClusterPl
   if (works) load(0);
   sm90::wait_for_cluster();  // all blocks have started
   if (works) {
-    // Each lane of a row tells one block.
+    // Each lane of a row sends to one block.
     const uint32_t to = sm90::address_in(squares, warp::lane_pair());
     for (int turn = 0; turn < plan.turns; ++turn) {
       const int column = place.column + turn * stride;
@@ -160,7 +161,7 @@ __device__ __forceinline__ void norm_rows(const DecodeLinear& p, const ClusterPl
     }
     if (plan.turns > 1) load(0);
   }
-  sm90::sync_cluster();  // sums of squares are written, and the norm's weight
+  sm90::sync_cluster();  // sums of squares and the norm's weight are written
   if (works) {
     int group = -1;
     float rstd = 0;
@@ -188,7 +189,7 @@ __device__ __forceinline__ void norm_rows(const DecodeLinear& p, const ClusterPl
   __syncthreads();  // n(x) is written
 }
 
-// Parts of the sums of this warp's tiles.
+// Computes this warp's parts of the sums of its tiles.
 template <class T, Before kBefore>
 __device__ __forceinline__ void multiply_tiles(const DecodeLinear& p, const ClusterPlan& plan,
                                                const ClusterPlaces& at, const Place& place,
@@ -200,7 +201,7 @@ __device__ __forceinline__ void multiply_tiles(const DecodeLinear& p, const Clus
   };
   for (int turn = 0; turn < plan.turns; ++turn) {
     const int column = place.column + turn * plan.parts * kChunkColumns;
-    // All asked for at once, where they come from memory.
+    // Rows that come from memory are all loaded at once.
     uint4 all[kHasNorm ? 1 : kSteps][kRowTiles];
     if constexpr (!kHasNorm) {
 #pragma unroll
@@ -240,7 +241,8 @@ __device__ __forceinline__ void multiply_tiles(const DecodeLinear& p, const Clus
   }
 }
 
-// Rows 8 n + g of a tile are a unit; unit u is added by block u % 4 of the cluster.
+// Sends the parts of sums to the blocks that add them. Rows 8 n + g of a tile form a unit; unit u
+// is added by block u % 4 of the cluster.
 template <int kMost>
 __device__ __forceinline__ void hand_over(const ClusterPlan& plan, const Place& place,
                                           const uint8_t* to,
@@ -273,7 +275,7 @@ __global__ void __launch_bounds__(kClusterThreads, kBefore == Before::kNothing ?
   sm90::arrive_at_cluster();
   sm90::release_next_kernel();
 
-  // Nothing of this has been written by the kernel before.
+  // The previous kernel writes none of this.
   if (place.works) copy_weights<T, kBefore, kAfter>(p, plan, place, sm90::shared_address(s));
   if constexpr (kHasNorm) {
     const int count = plan.each * plan.turns * kChunkColumns;
@@ -288,13 +290,13 @@ __global__ void __launch_bounds__(kClusterThreads, kBefore == Before::kNothing ?
   }
   sm90::await_previous_kernel();
 
-  // The units that this warp adds are every `warps`-th of its block's.
+  // Of its block's units, this warp adds every `warps`-th.
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
   const auto tile_of = [&](int unit) {
     return WeightTile<T, kAfter>(p, place.first_tile + unit / kRowTiles);
   };
   const int first_unit = warp * kClusterBlocks + place.rank, units = place.tiles * kRowTiles;
-  uint32_t added[2]{};  // early
+  uint32_t added[2]{};  // loaded early
   if (kAfter == After::kAddResidual && first_unit < units)
     load_residual<T>(p, p.maps[0], tile_of(first_unit).first, first_unit % kRowTiles, added);
   if constexpr (kHasNorm) norm_rows<T, kBefore>(p, plan, at, place, s);
@@ -302,7 +304,7 @@ __global__ void __launch_bounds__(kClusterThreads, kBefore == Before::kNothing ?
   if (place.works) multiply_tiles<T, kBefore>(p, plan, at, place, s, sums);
   if constexpr (!kHasNorm) sm90::wait_for_cluster();  // all blocks have started
   if (place.works) hand_over(plan, place, s + at.sums, sums);
-  sm90::sync_cluster();  // all parts are there
+  sm90::sync_cluster();  // all parts have arrived
 
   for (int unit = first_unit; unit < units; unit += warps * kClusterBlocks) {
     const WeightTile<T, kAfter> tile = tile_of(unit);
@@ -337,7 +339,7 @@ bool launch_cluster(const DecodeLinear& p, cudaStream_t stream) {
   return true;
 }
 
-// Up to 16 rows gain nothing from clusters; more take them where the GPU has these.
+// Clusters bring nothing for up to 16 rows. More rows use them if the GPU has clusters.
 template <Before kBefore, After kAfter>
 void launch(const DecodeLinear& p, cudaStream_t stream) {
   const auto with = [&](auto type) {

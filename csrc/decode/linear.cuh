@@ -1,15 +1,16 @@
-// Linear maps of up to 32 rows: y = n(x) Wᵀ, where n is nothing, an RMS norm of each row, or one of
-// each head times swish(gate); then y, silu(y) ⊙ y_up, or residual + y.
+// Linear maps of up to 32 rows: y = n(x) Wᵀ. n is the identity, an RMS norm of each row, or an RMS
+// norm of each head times swish(gate). The result is y, silu(y) ⊙ y_up, or residual + y.
 //
 // grid    a block has 16 rows of the weights (8 of gate and 8 of up), a warp 128 of their columns,
-//         or several times 128; partial sums meet in shared memory and are added in order
+//         or a multiple of 128; partial sums are added in order through shared memory
 // reads   x, gate [rows, D], norm_weight [group], weights [N, D], residual [rows, N]
 // writes  y [rows, N]
-// Weights are the left operand of 16 x 8 x 16 products, rows of x the right one, and go from memory
-// to registers, before the kernel before has ended. In 32 columns, lane 4 g + t has 8 t to 8 t + 7
-// of weight rows g and g + 8, and of x's row g: one load of 16 bytes makes operands of two products
-// (the order of columns in a product does not matter). n(x) is rounded as the norm by itself rounds
-// it. The order of every sum follows from D alone: a row's bits depend on nothing but the row.
+// Weights are the left operand of 16 x 8 x 16 products, rows of x the right one. Weights are loaded
+// from memory to registers before the previous kernel ends. Of 32 columns, lane 4 g + t has 8 t to
+// 8 t + 7 of weight rows g and g + 8, and of x's row g: one load of 16 bytes gives operands of two
+// products (the order of columns in a product does not matter). n(x) is rounded as the separate
+// norm operator rounds it. The order of every sum depends only on D, so a row's bits depend only on
+// the row.
 #pragma once
 
 #include "cuda/device/dynamic_shared.h"
@@ -19,18 +20,19 @@
 
 namespace gla_ext::cuda::decode {
 
-// Warps of a block: at most, and at least as many as there are tiles of 8 rows of x.
+// Warps of a block: at most most_warps(), at least kLeastWarps. A block may have four tiles of 8
+// rows of x, and needs a warp for each of them in `store_tile`.
 constexpr int most_warps(bool has_norm) { return has_norm ? 8 : 22; }
 constexpr int kLeastWarps = 4;
-// Most threads, for the compiler: three blocks of 8 warps share a multiprocessor's registers where
-// up to 8 rows are normed, one or two otherwise.
+// The number of threads for the kernel's launch bounds. It lets three blocks of 8 warps share a
+// multiprocessor's registers if up to 8 rows are normed, otherwise one or two.
 constexpr int most_threads(int row_tiles, Before before) {
   if (before == Before::kNothing) return 32 * most_warps(/*has_norm=*/false);
   if (before == Before::kGatedNorm) return 512;
   return row_tiles == 1 ? 768 : row_tiles == 2 ? 384 : 32 * most_warps(/*has_norm=*/true);
 }
-// Whether a block takes several tiles of weights, one after the other: the norm of many rows costs
-// as much as their products.
+// Whether a block takes several tiles of weights in sequence: the norm of many rows costs as much
+// as their products, so it pays to use it for several tiles.
 constexpr bool has_many_tiles(int row_tiles, Before before) {
   return row_tiles > 1 && before == Before::kNorm;
 }
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(most_threads(kTiles, kBefore))
   constexpr bool kMany = has_many_tiles(kTiles, kBefore);
   sm90::release_next_kernel();
 
-  // Nothing of this has been written by the kernel before.
+  // The previous kernel writes none of this.
   int index = static_cast<int>(blockIdx.x), column = warp * kChunkColumns;
   WeightTile<T, kAfter> tile(p, index);
   WeightChunk weights;
@@ -86,10 +88,11 @@ __global__ void __launch_bounds__(most_threads(kTiles, kBefore))
           p.norm_weight == nullptr ? 1.f : load_any(p.norm_weight, p.norm_dtype, i);
 
   sm90::await_previous_kernel();
-  uint32_t added[2]{};  // early, where registers are left
+  uint32_t added[2]{};  // loaded early if there are registers for it
   if constexpr (kAfter == After::kAddResidual && kTiles == 1)
     if (warp == 0) load_residual<T>(p, p.maps[tile.map], tile.first, 0, added);
-  // Up to 8 rows stay in registers between the norm and the product; more come out of L1 again.
+  // Up to 8 rows stay in registers between the norm and the product; more rows are read again, from
+  // L1.
   constexpr bool kStays = kTiles == 1;
   const int stride = warps * kChunkColumns;
   RowChunk<T, kBefore> rows;
@@ -132,7 +135,7 @@ __global__ void __launch_bounds__(most_threads(kTiles, kBefore))
     }
     store_tile<T, kTiles, kAfter>(p, p.maps[tile.map], tile.first, shared, sums, added);
   } else {
-    // n(x) is made once for all tiles of the block, where a warp has one chunk.
+    // If a warp has one chunk, n(x) is made once for all tiles of the block.
     uint4 operands[kTiles][kSteps];
     const int step = static_cast<int>(gridDim.x);
     for (bool first = true; index < p.tiles; index += step, first = false) {

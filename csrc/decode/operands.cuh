@@ -1,5 +1,5 @@
-// What a lane of linear.cuh holds of the weights and of the rows, the rows' norm, and the products
-// of both.
+// A lane's parts of the weights and of the rows in linear.cuh, the norm of the rows, and the
+// products of weights and rows.
 #pragma once
 
 #include "cuda/device/activation.cuh"
@@ -8,11 +8,11 @@
 
 namespace gla_ext::cuda::decode {
 
-constexpr int kSteps = 4;  // of a warp at once
+constexpr int kSteps = 4;  // steps of a warp at once
 constexpr int kChunkColumns = kSteps * kDecodeStep;
 
-// Where parts of a block's shared memory start, in floats, after the partial sums: sums of squares
-// of each row, of a chunk or, where heads are normed, of a step; and the norm's weight.
+// Offsets in floats in a block's shared memory, after the partial sums: the sums of squares of each
+// row, per chunk or, for norms of heads, per step; and the norm's weight.
 struct Places {
   int squares, norm_weight, end;
 
@@ -27,7 +27,7 @@ struct Places {
   }
 };
 
-// Sixteen bytes of weights, which are read once.
+// Loads 16 bytes of weights, which are read only once.
 __device__ __forceinline__ uint4 load_weights(const void* p) {
   uint4 x;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -36,11 +36,11 @@ __device__ __forceinline__ uint4 load_weights(const void* p) {
   return x;
 }
 
-// The 16 rows of weights of a block, at this lane's first column.
+// The 16 rows of weights of a block, starting at this lane's first column.
 template <class T, After kAfter>
 struct WeightTile {
   const T *upper, *lower;  // rows g and g + 8
-  int map = 0, first;      // row of the map
+  int map = 0, first;      // first: row of the map
 
   __device__ __forceinline__ WeightTile(const DecodeLinear& p, int tile) {
     const int g = warp::lane_row();
@@ -51,7 +51,7 @@ struct WeightTile {
     }
     const LinearMap& m = p.maps[map];
     first = (tile - m.first_tile) * (kAfter == After::kSwiglu ? 8 : 16);
-    // Rows after the last one are read as it, and not stored.
+    // Rows after the last one are read from the last one, and not stored.
     const auto row = [&](const void* weight, int i) {
       const int64_t there = i < m.width ? i : m.width - 1;
       return static_cast<const T*>(weight) + there * p.D + 8 * warp::lane_pair();
@@ -61,7 +61,7 @@ struct WeightTile {
   }
 };
 
-// What a lane holds of a chunk of a tile's columns.
+// A lane's part of a chunk of a tile's columns.
 struct WeightChunk {
   uint4 w[kSteps][2];
 
@@ -76,7 +76,7 @@ struct WeightChunk {
   }
 };
 
-// Eight columns of row 8 n + g, zeros where there is no such row.
+// Loads eight columns of row 8 n + g; gives zeros if there is no such row.
 template <class T>
 __device__ __forceinline__ Eight<T> load_row(const DecodeLinear& p, const void* from,
                                              int32_t stride, int n, int column) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ Eight<T> load_row(const DecodeLinear& p, const void* 
   return x;
 }
 
-// What a lane holds of a chunk of rows 8 n + g, all asked for at once.
+// A lane's part of a chunk of rows 8 n + g, all loaded at once.
 template <class T, Before kBefore>
 struct RowChunk {
   static constexpr bool kHasGate = kBefore == Before::kGatedNorm;
@@ -104,11 +104,11 @@ struct RowChunk {
   }
 };
 
-// Sums of squares of a chunk's columns: of all, or of each step where heads are normed.
+// The number of sums of squares in a chunk: one, or one per step for norms of heads.
 template <Before kBefore>
 constexpr int kSums = kBefore == Before::kGatedNorm ? kSteps : 1;
 
-// This lane's share of those of row 8 n + g.
+// Computes this lane's part of the sums of row 8 n + g.
 template <class T, Before kBefore>
 __device__ __forceinline__ void sum_squares(const RowChunk<T, kBefore>& rows,
                                             float (&sums)[kSums<kBefore>]) {
@@ -121,12 +121,12 @@ __device__ __forceinline__ void sum_squares(const RowChunk<T, kBefore>& rows,
   }
 }
 
-// The sum over the lanes of a row, in each of them.
+// The sum over the lanes of a row; each of these lanes gets it.
 __device__ __forceinline__ float sum_of_row(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
-// Leaves the sums of rows in shared memory.
+// Stores the sums of rows in shared memory.
 template <Before kBefore>
 __device__ __forceinline__ void store_squares(const float (&sums)[kSums<kBefore>], int n,
                                               int column, float* squares) {
@@ -147,7 +147,8 @@ __device__ __forceinline__ float rstd_of(const DecodeLinear& p, const float* squ
   return rsqrtf(sum * p.per_group + p.eps);
 }
 
-// The group of columns that `first` is in; where that is not `group`, its 1 / rms of row 8 n + g.
+// Returns the group of columns that contains `first`. If it is not `group`, also computes its 1 /
+// rms of row 8 n + g.
 __device__ __forceinline__ int take_group(const DecodeLinear& p, const float* squares, int n,
                                           int first, int& group, float& rstd) {
   const int own = first / p.group, steps = p.group / kDecodeStep;
@@ -155,7 +156,7 @@ __device__ __forceinline__ int take_group(const DecodeLinear& p, const float* sq
   return group = own;
 }
 
-// n(x) of eight columns, with the norm's weight of these.
+// n(x) of eight columns; w: the norm's weight for these.
 template <class T, Before kBefore>
 __device__ __forceinline__ uint4 operand(Eight<T> x, const Eight<T>& gates, float rstd,
                                          const float* w) {
@@ -180,7 +181,8 @@ __device__ __forceinline__ uint4 operand(Eight<T> x, const Eight<T>& gates, floa
   return *reinterpret_cast<const uint4*>(x.words);
 }
 
-// sums += W n(x)ᵀ of a chunk. kHeld: `rows` has been loaded; else each step's are loaded here.
+// sums += W n(x)ᵀ of a chunk. kHeld: `rows` is already loaded; otherwise the rows of each step are
+// loaded here.
 template <bool kHeld, class T, Before kBefore>
 __device__ __forceinline__ void multiply_chunk(const DecodeLinear& p, const Places& at,
                                                const float* s, const WeightChunk& weights,
@@ -203,7 +205,7 @@ __device__ __forceinline__ void multiply_chunk(const DecodeLinear& p, const Plac
   }
 }
 
-// n(x) of a chunk of rows 8 n + g.
+// Makes n(x) of a chunk of rows 8 n + g.
 template <class T>
 __device__ __forceinline__ void make_operands(const DecodeLinear& p, const float* norm_weight,
                                               const RowChunk<T, Before::kNorm>& rows, int column,
@@ -235,8 +237,8 @@ __device__ __forceinline__ void multiply_operands(const DecodeLinear& p, const W
   }
 }
 
-// What the results of a tile and rows 8 n to 8 n + 7 of x are added to, in this lane's places: rows
-// of weights g and g + 8, rows 8 n + 2 t + e of x.
+// Loads the residual to which the results of a tile and rows 8 n to 8 n + 7 of x are added. This
+// lane has rows of weights g and g + 8, rows 8 n + 2 t + e of x.
 template <class T>
 __device__ __forceinline__ void load_residual(const DecodeLinear& p, const LinearMap& map,
                                               int first_row, int n, uint32_t (&added)[2]) {
@@ -251,7 +253,7 @@ __device__ __forceinline__ void load_residual(const DecodeLinear& p, const Linea
   }
 }
 
-// The results of sums y in the same places.
+// Stores the results of sums y, in the same positions.
 template <class T, After kAfter>
 __device__ __forceinline__ void store_results(const DecodeLinear& p, const LinearMap& map,
                                               int first_row, int n, const float (&y)[4],

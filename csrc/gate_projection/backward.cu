@@ -1,15 +1,15 @@
-// Backward of the gate's projection, with z = h Wᵀ + b made again and dz = dg σ(−z) / τ, 0 where g
-// is clamped:
+// Backward of the gate's projection. z = h Wᵀ + b is recomputed; dz = dg σ(−z) / τ, or 0 where g is
+// clamped:
 //   dh = dz W      dW = Σ dzᵀ h      db = Σ dz
 //
 // grid    x: streams of blocks, each with every streams-th tile of 32 tokens; y: 512 columns, of
-//         which a warp has 32. dh is summed over the warps of a block through shared memory, dW and
+//         which a warp has 32. dh is summed over the warps of a block through shared memory; dW and
 //         db stay in registers to the end
 // reads   dg [rows, K], h [rows, R], R up to 16, W [K, R], b [K]
-// writes  dh [rows, R], a part of it where columns need several blocks; parts of dW and db, which a
+// writes  dh [rows, R], or parts of it if columns need several blocks; parts of dW and db, which a
 //         second kernel adds, first stream first
-// Products of bf16 or fp16, which dz is rounded to, in fp32, all else in fp32. The order of every
-// sum follows from the shape and the GPU.
+// Products of bf16 or fp16 (dz is rounded to that) are accumulated in fp32; everything else is
+// fp32. The order of every sum depends only on the shape and the GPU.
 #include "cuda/device/partials.cuh"
 #include "fragments.cuh"
 
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kWarps = static_cast<int>(kGateBlockColumns) / kColumns;  // of a block, at most
 constexpr int kThreads = 32 * kWarps;
-// Products of 16 tokens in a tile, one after the other. Of two the registers would spill from
+// Products of 16 tokens that a tile takes in sequence. With two of them registers would spill from
 // compute capability 10.0 on.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kProducts = 1;
@@ -31,7 +31,7 @@ constexpr int kRank = static_cast<int>(kMostGateRank);
 
 // σ(−z) of two numbers, by one reciprocal; NaN stays NaN.
 __device__ __forceinline__ void sigmoid_of_minus(float z0, float z1, float& s0, float& s1) {
-  constexpr float kMost = 40.f;  // σ(−40) is below what a gradient is rounded to
+  constexpr float kMost = 40.f;  // σ(−40) is below the rounding error of a gradient
   const float below0 = 1.f + exp2_ftz((z0 > kMost ? kMost : z0) * kLog2E);
   const float below1 = 1.f + exp2_ftz((z1 > kMost ? kMost : z1) * kLog2E);
   float r;
@@ -40,7 +40,7 @@ __device__ __forceinline__ void sigmoid_of_minus(float z0, float z1, float& s0, 
   s1 = r * below0;
 }
 
-// What a warp sums over all tokens.
+// A warp's sums over all tokens.
 struct Sums {
   float dweight[2][2][4];  // [16 columns][ranks 0 to 7, 8 to 15]
   float dbias[8];
@@ -52,7 +52,7 @@ struct Sums {
     for (int i = 0; i < 8; ++i) dbias[i] = 0.f;
   }
 
-  // dzᵀ h of 16 tokens and the columns of two tiles, 2 s and 2 s + 1.
+  // Adds dzᵀ h of 16 tokens and the columns of two tiles, 2 s and 2 s + 1.
   template <class T>
   __device__ __forceinline__ void add(int s, const uint32_t (&dz)[2][2], const uint32_t (&h)[4]) {
     const uint32_t a[4] = {transposed(dz[0][0]), transposed(dz[1][0]), transposed(dz[0][1]),
@@ -83,7 +83,7 @@ struct Sums {
   }
 };
 
-// dg of this lane's columns, of tokens i and i + 8 behind `first`.
+// Loads dg of this lane's columns for tokens first + i and first + i + 8.
 template <Access kAccess, class T>
 __device__ __forceinline__ void load_dg(const GateProjection& p, int first, int base, int valid,
                                         Eight<T> (&dg)[2]) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ void load_dg(const GateProjection& p, int first, int 
   }
 }
 
-// dz of 16 tokens and the columns of tile j, rounded, and its sum over the tokens.
+// Computes dz of 16 tokens and the columns of tile j, rounded, and adds it to the sums over tokens.
 template <class T>
 __device__ __forceinline__ void make_dz(const GateProjection& p, int j, const float (&z)[4],
                                         const Eight<T> (&dg)[2], float (&dbias)[8],
@@ -115,7 +115,7 @@ __device__ __forceinline__ void make_dz(const GateProjection& p, int j, const fl
   }
 }
 
-// dh of the tile at `first` from what every warp has of it.
+// Sums the warps' parts of dh for the tile at `first`.
 template <class T>
 __device__ __forceinline__ void sum_dh(const GateProjection& p, int64_t first,
                                        const float (*s_dh)[kTileTokens][kRank]) {
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward(const __grid_constant__ 
   const int base = static_cast<int>(blockIdx.y * kGateBlockColumns) + warp * kColumns;
   const int valid = valid_columns(p, base);
   const Weights<kAccess, T> weights(p, base);
-  // Out of registers, which are too few; a lane reads what it has written.
+  // Moved out of the registers, which are too few; a lane reads only what it has written.
   float* bias = s_bias[warp] + 8 * lane_pair();
 #pragma unroll
   for (int i = 0; i < 8; ++i) bias[i] = weights.bias[i];
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward(const __grid_constant__ 
     load_h<kAccess, T>(p, first + m * kTokens, h[m]);
     load_dg<kAccess, T>(p, first + m * kTokens, base, valid, dg[m]);
   };
-  // The host keeps the tokens, and a step more, within 31 bits.
+  // The host keeps the number of tokens, plus one step, within 31 bits.
   const int step = static_cast<int>(p.streams) * kTileTokens, rows = static_cast<int>(p.rows);
   int first = static_cast<int>(blockIdx.x) * kTileTokens;
 #pragma unroll
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward(const __grid_constant__ 
         sums.add<T>(s, dz, h[m]);
         const uint32_t a[4] = {dz[0][0], dz[0][1], dz[1][0], dz[1][1]};
 #pragma unroll
-        for (int n = 0; n < 2; ++n)  // of W, whose columns are terms here
+        for (int n = 0; n < 2; ++n)  // of W, whose columns are summed over here
           multiply<T>(dh[n], a, transposed(weights.b[2 * s][n]),
                       transposed(weights.b[2 * s + 1][n]));
       }
@@ -184,17 +184,17 @@ __global__ void __launch_bounds__(kThreads, 1) backward(const __grid_constant__ 
           *reinterpret_cast<float2*>(
               &s_dh[warp][m * kTokens + lane_row() + 8 * e][8 * n + 2 * lane_pair()]) =
               make_float2(dh[n][2 * e], dh[n][2 * e + 1]);
-      load(first + step, m);          // the next tile's, in their place
-      asm volatile("" ::: "memory");  // one product after the other: both have too few registers
+      load(first + step, m);          // of the next tile, in their place
+      asm volatile("" ::: "memory");  // one product at a time: registers are too few for both
     }
     __syncthreads();  // s_dh is written
     sum_dh<T>(p, first, s_dh);
-    __syncthreads();  // s_dh is read before the next tile's comes
+    __syncthreads();  // s_dh is read before the next tile's is written
   }
   sums.store(p, base);
 }
 
-// dweight and dbias = the sums over streams.
+// Sums the streams' partial results into dweight and dbias.
 __global__ void __launch_bounds__(kSumColumns* kSumRows)
     sum_parts(const __grid_constant__ GateProjection p) {
   const int64_t of_weight = p.width * p.rank, all = of_weight + p.width;
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows)
     store_any(p.dbias, p.dtype, i - of_weight, sum);
 }
 
-// dh = the sum over blocks of columns.
+// Sums the partial results of the blocks of columns into dh.
 __global__ void __launch_bounds__(256) sum_dh_parts(const __grid_constant__ GateProjection p) {
   const int64_t count = p.rows * p.rank, blocks = gate_column_blocks(p.width);
   for (int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x; i < count;
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(256) sum_dh_parts(const __grid_constant__ Gate
 
 int64_t gate_projection_streams(const GateProjection& p, int multiprocessors) {
   const int64_t tiles = (p.rows + gate::kTileTokens - 1) / gate::kTileTokens;
-  // Small blocks of few columns share a multiprocessor.
+  // Small blocks with few columns share a multiprocessor.
   const int64_t columns = p.width < kGateBlockColumns ? p.width : kGateBlockColumns;
   const int64_t at_once = columns <= kGateBlockColumns / 4   ? 4
                           : columns <= kGateBlockColumns / 2 ? 2

@@ -1,11 +1,11 @@
 // Forward of the gate's projection: z = h Wᵀ + b, g = max(logsigmoid(z) / τ, c).
 //
-// grid    a warp has 32 columns, whose weights it keeps in registers, and every streams-th tile
-//         of 16 tokens; no warp waits for another
+// grid    a warp has 32 columns, whose weights it keeps in registers, and every streams-th tile of
+//         16 tokens; no warp waits for another
 // reads   h [rows, R], R up to 16, W [K, R], b [K]
 // writes  g [rows, K]
-// Products of bf16 or fp16 in fp32, all else in fp32, g is rounded once; a row's bits depend on
-// nothing but the row.
+// Products of bf16 or fp16 are accumulated in fp32, and everything else is fp32; g is rounded once.
+// A row's bits depend only on the row.
 #include "fragments.cuh"
 
 namespace gla_ext::cuda {
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kWarpsAtOnce = 32;  // of a multiprocessor
+constexpr int kWarpsAtOnce = 32;  // warps a multiprocessor
 constexpr float kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float log2_of(float x) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ float log2_of(float x) {
   return y;
 }
 
-// log(1 + exp(-|z|)), of small exponentials by their series: 1 + e would round them away.
+// log(1 + exp(-|z|)). Small exponentials use the series, since 1 + e would round them away.
 __device__ __forceinline__ float log1p_exp(float z) {
   const float e = exp2_ftz(-fabsf(z) * kLog2E);
   const float series = e * fmaf(e, fmaf(e, 1.f / 3, -0.5f), 1.f);
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Gate
   const int valid = valid_columns(p, base);
   uint32_t next[4];
   load_h<kAccess, T>(p, static_cast<int>(stream) * kTokens, next);
-  // The host keeps the tokens, and a step more, within 31 bits.
+  // The host keeps the number of tokens, plus one step, within 31 bits.
   const int step = static_cast<int>(p.streams) * kTokens, rows = static_cast<int>(p.rows);
   for (int first = static_cast<int>(stream) * kTokens; first < rows; first += step) {
     uint32_t a[4];

@@ -1,7 +1,7 @@
-// Products of 16 tokens, rank 16 and 8 columns, whose operands cuda/device/fragments.cuh draws.
+// Products of 16 tokens, rank 16 and 8 columns; cuda/device/fragments.cuh shows their operands.
 //
-// A warp has four tiles of 8 columns. Which columns these are is free: column c of tile j is column
-// 8 (c / 2) + 2 j + c % 2 of the 32, so that a lane has eight neighbours, 8t to 8t + 7.
+// A warp has four tiles of 8 columns. The assignment of columns to tiles is free: column c of tile
+// j is column 8 (c / 2) + 2 j + c % 2 of the 32, so that a lane has eight neighbours, 8t to 8t + 7.
 #pragma once
 
 #include "cuda/device/fragments.cuh"
@@ -13,13 +13,13 @@ namespace gla_ext::cuda::gate {
 using warp::bits_of, warp::lane_pair, warp::lane_row, warp::multiply;
 using warp::rounded_pair, warp::transposed;
 
-constexpr int kTokens = 16;   // of a product
-constexpr int kColumns = 32;  // of a warp
+constexpr int kTokens = 16;   // tokens of a product
+constexpr int kColumns = 32;  // columns of a warp
 constexpr int kTiles = kColumns / 8;
 
 __device__ __forceinline__ int column_of(int tile, int c) { return 8 * (c / 2) + 2 * tile + c % 2; }
 
-// Two neighbours of a row of R, zeros where there are none.
+// Loads two neighbours of a row of R elements; those that do not exist are zero.
 template <Access kAccess, class T>
 __device__ __forceinline__ uint32_t rank_pair(const GateProjection& p, const T* row, int first,
                                               bool there) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ uint32_t rank_pair(const GateProjection& p, const T* 
   return x;
 }
 
-// h of 16 tokens.
+// Loads h of 16 tokens.
 template <Access kAccess, class T>
 __device__ __forceinline__ void load_h(const GateProjection& p, int first, uint32_t (&a)[4]) {
 #pragma unroll
@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_h(const GateProjection& p, int first, uint3
   }
 }
 
-// What makes z of a warp's columns.
+// The weights and bias from which z of a warp's columns is computed.
 template <Access kAccess, class T>
 struct Weights {
   uint32_t b[kTiles][2];
@@ -66,7 +66,7 @@ struct Weights {
     }
   }
 
-  // z of tile j, whose columns' bias stands at 2 j in `of_columns`.
+  // Computes z of tile j; the bias of its columns is at 2 j in `of_columns`.
   template <class Bias>
   __device__ __forceinline__ void multiply_h(const uint32_t (&a)[4], const Bias& of_columns, int j,
                                              float (&z)[4]) const {
@@ -76,13 +76,13 @@ struct Weights {
   }
 };
 
-// Of this lane's eight columns, those that are there.
+// How many of this lane's eight columns exist.
 __device__ __forceinline__ int valid_columns(const GateProjection& p, int64_t base) {
   const int64_t left = p.width - base - 8 * lane_pair();
   return left < 8 ? static_cast<int>(left) : 8;
 }
 
-// f(Type<bf16 | half>, Constant<Access>)
+// Calls f(Type<bf16 | half>, Constant<Access>).
 template <class F>
 void with_gate_access(const GateProjection& p, F&& f) {
   const auto with = [&](auto type) {

@@ -2,13 +2,13 @@
 //   dS += scale q_t do_tᵀ     dq_t = scale S_t do_t     dk_t = dS v_t     dv_t = dSᵀ k_t
 //   dgk_t = rowsum(P_t ⊙ dS)  dgv_t = colsum(P_t ⊙ dS)  dS = a_t ⊙ dS ⊙ b_t
 //
-// grid    as many blocks as are resident, each with some of the (sequence, head, kValues values)
+// grid    as many blocks as are resident; each has some of the (sequence, head, kValues values)
 // reads   q, k, gk [B, T, H, K], v, gv, do [B, T, H, V], state_in, dht [N, H, K, V] or v-first
 // writes  dq, dk, dgk [B, T, H, K], dv, dgv [B, T, H, V], dh0
-// S_{t-1} is computed again from states kept in memory every kKeptTokens tokens, and within those
-// every kReplayTokens: no division by a decay, and no two terms of a gate's gradient cancel. Sums
-// over values of several blocks are partial sums in memory, added in order by sum_partials. All of
-// it is fp32, in an order that K and V alone decide.
+// S_{t-1} is recomputed from states that are kept in memory every kKeptTokens tokens, and between
+// those every kReplayTokens. So nothing is divided by a decay, and no two terms of a gate's
+// gradient cancel. Sums over the values of several blocks are stored as partial sums, which
+// sum_partials adds in order. Everything is fp32, in an order that depends only on K and V.
 #include "cuda/device/launch.cuh"
 #include "tile.cuh"
 
@@ -27,7 +27,7 @@ struct Layout {
   static_assert(kK * kValues == kTileElements, "every thread has as many elements");
 
   Operands<kStageTokens, kK, kValues, true> tokens;
-  // A warp's sums for the tokens of a replay.
+  // Each warp's sums for the tokens of a replay.
   float keys[kReplayTokens][kKeyGrads][kValueWarps][kK];
   float values[kReplayTokens][kValueGrads][kKeyWarps][kValues];
 };
@@ -66,7 +66,7 @@ class Backward {
     return (run_.length + kKeptTokens - 1) / kKeptTokens;
   }
 
-  // The kept state that enters part `part` > 0 of the sequence.
+  // The kept state at the start of part `part` > 0 of the sequence.
   __device__ __forceinline__ float* kept(int64_t part) const {
     const int64_t before = p_.cu_seqlens.data != nullptr ? run_.start / kKeptTokens
                                                          : run_.row * ((p_.T - 1) / kKeptTokens);
@@ -79,7 +79,7 @@ class Backward {
     return p_.replayed + (static_cast<int64_t>(blockIdx.x) * kEach + index) * kTileElements;
   }
 
-  // f(element, its offset in a [K, V] or [V, K] matrix) for elements inside the matrix.
+  // Calls f(element, its offset in a [K, V] or [V, K] matrix) for the elements inside the matrix.
   template <class F>
   __device__ __forceinline__ void for_elements(Tile& tile, F&& f) const {
     const int first_value = value_block_ * L::kValues + value_;
@@ -106,12 +106,12 @@ class Backward {
   }
 
   __device__ __forceinline__ void stage(int64_t first, int count) {
-    __syncthreads();  // the tokens before are read
+    __syncthreads();  // the previous tokens are read
     s_.tokens.template load<kBlockThreads>(p_, run_, first, count, value_block_ * L::kValues);
     __syncthreads();  // the tokens are written
   }
 
-  // S = P + k vᵀ with P = a ⊙ S ⊙ b, in place; P also goes to `decayed` if given.
+  // S = P + k vᵀ with P = a ⊙ S ⊙ b, in place; P is also stored in `decayed` if given.
   __device__ __forceinline__ void step(Tile& S, int t, Tile* decayed = nullptr) const {
     const Keys k(&s_.tokens.k[t][key_]), a(&s_.tokens.a[t][key_]);
     const Values v(&s_.tokens.v[t][value_]), b(&s_.tokens.b[t][value_]);
@@ -125,7 +125,8 @@ class Backward {
       }
   }
 
-  // The states that enter the parts of a sequence, except the first, which is state_in.
+  // Computes and keeps the states at the start of all parts of a sequence except the first, whose
+  // state is state_in.
   __device__ __forceinline__ void keep_states() {
     if (parts() <= 1) return;
     Tile S;
@@ -140,7 +141,7 @@ class Backward {
     }
   }
 
-  // The states every kReplayTokens tokens of a part.
+  // Recomputes the states of a part, every kReplayTokens tokens.
   __device__ __forceinline__ void replay(int64_t part, int64_t first, int count) {
     Tile S;
     if (part == 0)
@@ -178,12 +179,12 @@ class Backward {
         token(P0, t, 0, dS);
         __syncthreads();  // the warps' sums are written
         store(first + t0, t, both ? 2 : 1);
-        __syncthreads();  // and read before the next ones are written
+        __syncthreads();  // and are read before the next sums are written
       }
     }
   }
 
-  // One token's gradients, summed over this warp; dS becomes the gradient of S_{t-1}.
+  // Computes one token's gradients, summed over this warp; dS becomes the gradient of S_{t-1}.
   __device__ __forceinline__ void token(const Tile& P, int t, int slot, Tile& dS) {
     const Keys q(&s_.tokens.q[t][key_]), k(&s_.tokens.k[t][key_]), a(&s_.tokens.a[t][key_]);
     const Values v(&s_.tokens.v[t][value_]), b(&s_.tokens.b[t][value_]);
@@ -220,7 +221,7 @@ class Backward {
     }
   }
 
-  // The sums of the warps of `count` tokens, from token t of the stage.
+  // Adds the warps' sums of `count` tokens, from token t of the stage on, and stores them.
   __device__ __forceinline__ void store(int64_t stage_first, int t, int count) const {
     for (int i = threadIdx.x; i < count * kKeyGrads * kK; i += kBlockThreads) {
       const int slot = i / (kKeyGrads * kK), grad = i / kK % kKeyGrads, key = i % kK;
@@ -229,7 +230,7 @@ class Backward {
 #pragma unroll
       for (int warp = 1; warp < L::kValueWarps; ++warp) x += s_.keys[slot][grad][warp][key];
       if (grad == kDq) x *= p_.scale;
-      if (grad == kDgk && s_.tokens.a[t + slot][key] == 0.f) x = 0;  // a reset, NaN or not
+      if (grad == kDgk && s_.tokens.a[t + slot][key] == 0.f) x = 0;  // a reset, also if x is NaN
       put_key(grad, stage_first + t + slot, key, x);
     }
     for (int i = threadIdx.x; i < count * kValueGrads * L::kValues; i += kBlockThreads) {
@@ -243,7 +244,7 @@ class Backward {
     }
   }
 
-  // Outputs are contiguous: one index for dq, dk, dgk and their partial sums.
+  // Outputs are contiguous, so dq, dk, dgk and their partial sums share an index.
   __device__ __forceinline__ void put_key(int grad, int64_t t, int key, float x) const {
     const Rows& r = grad == kDq ? p_.dq : grad == kDk ? p_.dk : p_.dgk;
     if (r.data == nullptr) return;
@@ -259,7 +260,7 @@ class Backward {
       store_any(r.data, r.dtype, row_offset(p_, r, run_, t) + value, x);
   }
 
-  // Tokens that no sequence owns.
+  // Writes zeros for tokens that belong to no sequence.
   __device__ __forceinline__ void zeros() const {
     for (int64_t t = 0; t < run_.length; ++t) {
       for (int i = threadIdx.x; i < kKeyGrads * p_.K; i += kBlockThreads)
@@ -274,7 +275,7 @@ class Backward {
   L& s_;
   Run run_;
   int value_block_, key_warp_, value_warp_;
-  int key_, value_;  // first of this thread, value_ from the block's first
+  int key_, value_;  // first of this thread; value_ counts from the block's first
 };
 
 template <int kK>
@@ -287,7 +288,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) backward.run(item);
 }
 
-// dq, dk, dgk = the sums over value blocks, first block first.
+// Sums the partial results of the value blocks into dq, dk and dgk, first block first.
 __global__ void __launch_bounds__(kBlockThreads) sum_partials(Recurrence p, int value_blocks) {
   const int64_t elements = p.B * p.T * p.H * p.K;
   const int grad = blockIdx.y;

@@ -5,19 +5,20 @@
 
 namespace gla_ext::cuda {
 
-constexpr int kDrafts = 16;  // tokens, at most
+constexpr int kDrafts = 16;  // tokens of a draft, at most
 
-// A block has as many threads as the kernel has keys, and works with warps of 32 keys.
+// A block has as many threads as the kernel has keys; each warp works on 32 keys.
 template <int kK>
 constexpr int kWarps = kK / 32;
 
-// scale q, k and a = exp gk in fp32; then q^_i = q_i a_0 .. a_i in place of q. Zero outside K.
+// scale q, k and a = exp gk in fp32; later q^_i = q_i a_0 .. a_i replaces q. Zero outside K.
 template <int kK>
 struct alignas(16) Drafts {
   float q[kDrafts][kK], k[kDrafts][kK], a[kDrafts][kK];
 };
 
-// A_ij = Σ_d q_id k_jd a_{j+1,d} .. a_id, j <= i: parts of 128 keys, then all of them in parts[0].
+// A_ij = Σ_d q_id k_jd a_{j+1,d} .. a_id for j <= i: first sums over parts of 128 keys, then the
+// whole sums in parts[0].
 template <int kK>
 struct Scores {
   static constexpr int kPairs = kDrafts * (kDrafts + 1) / 2;
@@ -26,19 +27,19 @@ struct Scores {
   __device__ __forceinline__ static int pair(int i, int j) { return i * (i + 1) / 2 + j; }
 };
 
-// Elements from the start of a tensor to a drafted token's row.
+// Offset in elements from the start of a tensor to a drafted token's row.
 __device__ __forceinline__ int64_t draft_offset(const Rows& r, const Run& run, int t) {
   return run.row * r.stride_b + head_offset(r, run.head) + (run.start + t) * r.stride_t;
 }
 
-// An element as it lies in memory: nothing waits for the load until its value is taken.
+// Loads an element in the format of memory: nothing waits for the load until the value is used.
 __device__ __forceinline__ uint32_t load_element(const Rows& r, int64_t i, bool there) {
   if (!there) return 0;
   if (r.dtype == DType::kFloat) return static_cast<const uint32_t*>(r.data)[i];
   return static_cast<const uint16_t*>(r.data)[i];
 }
 
-// Four neighbours of a row, as they lie in memory: four words, or two where 16-bit elements are
+// Four neighbours of a row in the format of memory: four words, or two if 16-bit elements are
 // loaded at once.
 template <Access kAccess>
 struct FourBits {
@@ -70,8 +71,9 @@ struct FourBits {
   }
 };
 
-// What a thread moves to shared memory: in load i four keys of token 4 i + threadIdx.x / (kK / 4).
-// Tokens up to a multiple of four are zero, as are keys from K on.
+// A thread's elements before they are stored in shared memory: load i has four keys of token 4 i +
+// threadIdx.x / (kK / 4). Tokens after the last one, up to a multiple of four, are zero, and so are
+// keys from K on.
 template <int kK, Access kAccess>
 struct DraftBits {
   static constexpr int kLoads = kDrafts / 4;
@@ -106,7 +108,7 @@ struct DraftBits {
   __device__ __forceinline__ static int key() { return threadIdx.x % (kK / 4) * 4; }
 };
 
-// Folds 2 n numbers of each lane into n, over lanes 2 n apart.
+// Reduces 2 n numbers of each lane to n, by adding pairs of lanes that are 2 n apart.
 template <int n>
 __device__ __forceinline__ void fold(float (&x)[16]) {
   const bool upper = threadIdx.x & (2 * n);
@@ -117,7 +119,7 @@ __device__ __forceinline__ void fold(float (&x)[16]) {
   }
 }
 
-// The sums over a warp of each of sixteen numbers: lanes 2 n and 2 n + 1 get the sum of number n.
+// Sums each of sixteen numbers over a warp: lanes 2 n and 2 n + 1 get the sum of number n.
 __device__ __forceinline__ float sums_of_warp(float (&x)[16]) {
   fold<8>(x);
   fold<4>(x);
@@ -130,8 +132,8 @@ __device__ __forceinline__ float dot(const float4& x, const float (&y)[4]) {
   return fmaf(x.w, y[3], fmaf(x.z, y[2], fmaf(x.y, y[1], x.x * y[0])));
 }
 
-// A warp's partial sums of A: the keys of tokens j = warp % 4, j + 4, .., which decay on their way
-// to the queries i, four at a time; 128 key channels, four a lane.
+// A warp's partial sums of A. The warp has tokens j = warp % 4, j + 4, .., whose keys are decayed
+// step by step to the queries i, four at a time; it has 128 key channels, four per lane.
 template <int kK>
 __device__ __forceinline__ void score_parts(int T, const Drafts<kK>& s, Scores<kK>& scores) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -164,7 +166,7 @@ __device__ __forceinline__ void score_parts(int T, const Drafts<kK>& s, Scores<k
   }
 }
 
-// A from its partial sums, and q^ in place of q; zero for tokens that are not there.
+// Sums A from its parts and replaces q by q^; both are zero for tokens that do not exist.
 template <int kK>
 __device__ __forceinline__ void gate_queries(int T, Drafts<kK>& s, Scores<kK>& scores) {
   if constexpr (kK > 128) {

@@ -1,4 +1,4 @@
-// Forward on states in fp32, and the choice among the types of a pool.
+// Forward on fp32 states, and the choice among the state types of a pool.
 #include "forward.cuh"
 
 namespace gla_ext::cuda {

@@ -1,12 +1,13 @@
-// The recurrence, on states of a type that forward.cu and its sisters name: S_t = a_t ⊙ S_{t-1} ⊙
-// b_t + k_t v_tᵀ, o_t = scale S_tᵀ q_t, a = exp gk, b = exp gv.
+// The recurrence, for the state types of forward.cu, forward_bf16.cu and forward_fp16.cu: S_t = a_t
+// ⊙ S_{t-1} ⊙ b_t + k_t v_tᵀ, o_t = scale S_tᵀ q_t, a = exp gk, b = exp gv.
 //
-// grid    (sequence or row of a pool, head, kValues values); all keys of these stay in registers,
-//         read once and written once, four numbers at a time where rows allow it
+// grid    (sequence or row of a pool, head, kValues values); all keys of these values stay in
+//         registers. The state is read once and written once, four numbers at a time if rows are
+//         aligned
 // reads   q, k, gk [B, T, H, K], v, gv [B, T, H, V], state_in [.., H, K, V] or v-first
 // writes  o [B, T, H, V], state_out
-// Everything is accumulated in fp32. The order of the sum over keys depends on K and the layout of
-// the state alone, so a sequence has the same bits in any batch and any pool.
+// Everything is accumulated in fp32. The order of the sum over keys depends only on K and the
+// layout of the state, so a sequence has the same bits in any batch and any pool.
 #pragma once
 
 #include "cuda/device/launch.cuh"
@@ -15,7 +16,8 @@
 namespace gla_ext::cuda {
 namespace recurrent {
 
-// Blocks of a multiprocessor, as many as registers allow: short numbers take some on their way.
+// Blocks a multiprocessor, as many as registers allow. 16-bit states need additional registers
+// while they are loaded.
 template <class State, class Tile, int kK, Access kAccess, bool kOneToken>
 constexpr int count_blocks() {
   constexpr bool kShort = sizeof(State) == 2;
@@ -24,7 +26,8 @@ constexpr int count_blocks() {
   return Tile::kBlocks;
 }
 
-// Where the state goes: back, or to a slot of its own; -1: nowhere.
+// Where the final state is written: to the initial state's place, or to its write slot; -1:
+// nowhere.
 __device__ __forceinline__ int64_t written_matrix(const Recurrence& p, int64_t n, const Run& run,
                                                   int64_t matrix) {
   if (p.write_slots.data == nullptr) return matrix;
@@ -33,7 +36,8 @@ __device__ __forceinline__ int64_t written_matrix(const Recurrence& p, int64_t n
   return slot * p.state_stride_n + run.head * p.state_stride_h;
 }
 
-// kOneToken: T = 1, or no longer sequences. The token is loaded while the state is.
+// kOneToken: T = 1, or sequences of at most one token. The token is then loaded at the same time as
+// the state.
 template <class State, class Tile, int kK, Access kAccess, bool kValueGates, bool kOneToken>
 __global__ void __launch_bounds__(Tile::kThreads,
                                   (count_blocks<State, Tile, kK, kAccess, kOneToken>()))
@@ -73,7 +77,7 @@ __global__ void __launch_bounds__(Tile::kThreads,
     for (int64_t first = 0; first < run.length; first += kTokens) {
       const int64_t left = run.length - first;
       const int count = static_cast<int>(left < kTokens ? left : kTokens);
-      if (first > 0) __syncthreads();  // the tokens and the o before are read
+      if (first > 0) __syncthreads();  // the previous tokens and o are read
       s.tokens.template load<Tile::kThreads>(p, run, first, count, first_value);
       s.run(p, run, first, count, first_value, tile);
     }

@@ -1,4 +1,4 @@
-// Forward on a pool of states in fp16.
+// Forward on a pool of fp16 states.
 #include "short_step.cuh"
 
 namespace gla_ext::cuda {

@@ -1,12 +1,12 @@
-// A token's step on a pool with the gate from its low-rank projection:
+// A token step on a pool, with the gate computed from its low-rank projection:
 //   z = W h + b      gk = max(logsigmoid(z) / τ, c)      S = exp gk ⊙ S + k vᵀ      o = scale Sᵀ q
 //
-// grid    as forward.cu's: a block has all keys of kValues values of a row's head, and makes the
+// grid    as in forward.cu: a block has all keys of kValues values of a row's head, and makes the
 //         gates of that head
 // reads   h [B, R], W [HK K, R], b [HK K], q, k [B, 1, H, K], v [B, 1, H, V], state
 // writes  o [B, 1, H, V], state
-// gk is rounded to the inputs' dtype, as by itself. State and W are read before the kernel before
-// has ended.
+// gk is rounded to the inputs' dtype, as by the separate operator. State and W are read before the
+// previous kernel ends.
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
 #include "state_rows.cuh"
@@ -15,7 +15,7 @@ namespace gla_ext::cuda {
 namespace recurrent {
 namespace {
 
-constexpr int kEarly = 2;  // times 8 ranks, whose weights are read early
+constexpr int kEarly = 2;  // times 8 ranks, whose weights are loaded early
 
 template <class T>
 __device__ __forceinline__ float dot(const Eight<T>& a, const Eight<T>& b, float sum) {
@@ -24,7 +24,7 @@ __device__ __forceinline__ float dot(const Eight<T>& a, const Eight<T>& b, float
   return sum;
 }
 
-// What makes the gates of this thread's keys: rows of W, asked for early, and h.
+// The inputs for the gates of this thread's keys: rows of W, loaded early, and h.
 template <class Tile, int kK, class T>
 class Gates {
  public:
@@ -40,7 +40,7 @@ class Gates {
         w_[i][j] = load8<Access::kFast>(row(gate, run, key(i)) + 8 * j, there && 8 * j < gate.rank);
     }
   }
-  // What the kernel before has written.
+  // Loads h, which the previous kernel writes.
   __device__ __forceinline__ void load_h(const LowRankGate& gate, const Run& run) {
     h_ = static_cast<const T*>(gate.h) + run.row * gate.h_stride;
 #pragma unroll

@@ -1,4 +1,4 @@
-// What one (sequence, head) of a recurrence is, and its tokens in shared memory.
+// A run, i.e. one (sequence, head) of a recurrence, and its tokens in shared memory.
 #pragma once
 
 #include <type_traits>
@@ -10,20 +10,21 @@
 
 namespace gla_ext::cuda {
 
-constexpr int kTileElements = 8192;  // of a state, in a block
+constexpr int kTileElements = 8192;  // elements of a state in a block
 
 struct Run {
   int64_t row, start, length;  // batch row, first token, tokens
-  int64_t state;               // n of its matrix; -1: it has none, and its results are zero
+  int64_t state;               // n of its matrix; -1: no state, and the results are zero
   int32_t head;
 };
 
-// Runs of all heads; in packed batches the last ones are the tokens after every sequence.
+// The number of runs of all heads. In packed batches the last ones are the tokens after every
+// sequence.
 __host__ __device__ inline int64_t count_runs(const Recurrence& p) {
   return (p.N + (p.cu_seqlens.data != nullptr ? 1 : 0)) * p.H;
 }
 
-// Offsets are clamped to [0, T], so that wrong ones never lead outside a tensor.
+// Offsets are clamped to [0, T], so that wrong offsets never lead outside a tensor.
 __device__ __forceinline__ Run find_run(const Recurrence& p, int64_t index) {
   const int64_t n = index / p.H;
   Run run{n, 0, p.T, n, static_cast<int32_t>(index - n * p.H)};
@@ -43,18 +44,19 @@ __device__ __forceinline__ Run find_run(const Recurrence& p, int64_t index) {
   return run;
 }
 
-// Elements from the start of a tensor to a token's row; `t` counts in the order of the recurrence.
+// Offset in elements from the start of a tensor to a token's row; `t` counts in the order of the
+// recurrence.
 __device__ __forceinline__ int64_t row_offset(const Recurrence& p, const Rows& r, const Run& run,
                                               int64_t t) {
   const int64_t token = run.start + (p.reverse ? run.length - 1 - t : t);
   return run.row * r.stride_b + token * r.stride_t + head_offset(r, run.head);
 }
 
-// exp of a gate, exactly 0 for a reset; NaN stays NaN.
+// exp of a gate; exactly 0 for a reset. NaN stays NaN.
 __device__ __forceinline__ float decay_of(float g) { return g * kLog2E < kReset ? 0.f : expf(g); }
 
-// An element as it lies in memory, 0 where it is not there, and its value: separate, so that
-// several loads are under way before the first is waited for.
+// load_bits loads an element in the format of memory (0 if not `there`), value_of converts it. They
+// are separate, so that several loads are issued before the first is waited for.
 __device__ __forceinline__ uint32_t load_bits(const Rows& r, int64_t i, bool there) {
   const bool wide = r.dtype == DType::kFloat;
   uint32_t bits = 0;
@@ -68,8 +70,8 @@ __device__ __forceinline__ float value_of(uint32_t bits, DType dtype) {
   return __uint_as_float(dtype == DType::kFloat ? bits : bits << 16);
 }
 
-// One key of q, k and gk, and one value of v, gv and, for backward, do, on the way to shared
-// memory.
+// One key of q, k and gk, and one value of v, gv and, for backward, do, loaded before they are
+// stored in shared memory.
 struct KeyBits {
   uint32_t q, k, gk;
 
@@ -94,9 +96,9 @@ struct ValueBits {
   }
 };
 
-// Four numbers of a state, of which the first `valid` are there and the others 0. A state is
-// touched once a call: it need not stay in the caches. Short numbers that are loaded at once lie in
-// x as in memory until `unpack4`, so that nothing waits for the load.
+// Loads four numbers of a state. Only the first `valid` exist; the others are 0. A state is
+// accessed once a call, so it need not stay in the caches. 16-bit numbers that are loaded at once
+// remain in x in the format of memory until `unpack4`, so that nothing waits for the load.
 template <Access kAccess, class State>
 __device__ __forceinline__ void load4(float (&x)[4], const State* p, int valid) {
   if constexpr (kAccess == Access::kFast && sizeof(State) == 2) {
@@ -120,8 +122,9 @@ __device__ __forceinline__ void unpack4(float (&x)[4]) {
   }
 }
 
-// Some tokens' rows in shared memory, in fp32 and zero outside K and V: scale q, k and exp gk of
-// all keys; v, exp gv and, for backward, do of kValues values. Absent gates decay by 1.
+// Rows of some tokens in shared memory, in fp32 and zero outside K and V: scale q, k and exp gk of
+// all keys; v, exp gv and, for backward, do of kValues values. Where there is no gate, the decay is
+// 1.
 template <int kTokens, int kK, int kValues, bool kBackward>
 struct alignas(16) Operands {
   float q[kTokens][kK], k[kTokens][kK], a[kTokens][kK];
@@ -139,7 +142,7 @@ struct alignas(16) Operands {
     if constexpr (kBackward) d_o[t][j] = value_of(x.d_o, p.d_o.dtype);
   }
 
-  // Tokens first .. first + count - 1, with the values from first_value on.
+  // Loads `count` tokens from `first` on, with the values from `first_value` on.
   template <int kThreads>
   __device__ __forceinline__ void load(const Recurrence& p, const Run& run, int64_t first,
                                        int count, int first_value) {
@@ -151,7 +154,7 @@ struct alignas(16) Operands {
   }
 };
 
-// What a thread loads of one token, while it loads the state too.
+// The part of one token that a thread loads while it also loads the state.
 template <int kThreads, int kK, int kValues>
 struct TokenBits {
   static constexpr int kEach = kK <= kThreads ? 1 : kK / kThreads;
@@ -186,8 +189,8 @@ struct TokenBits {
   }
 };
 
-// Tiles of values a block, such that all blocks take the least time, with `resident` of them at
-// once; the tokens take as long as `of_tokens` tiles.
+// Chooses the tiles of values per block that minimise the time of all blocks, `resident` of which
+// run at once. The tokens take as long as `of_tokens` tiles.
 inline int choose_tiles(int64_t runs, int tiles, int64_t resident, int of_tokens) {
   int best = tiles;
   int64_t least = 0;
@@ -199,7 +202,8 @@ inline int choose_tiles(int64_t runs, int tiles, int64_t resident, int of_tokens
   return best;
 }
 
-// Key channels that a kernel is built for: the least power of two from 64 on that is enough.
+// Calls f with the number of key channels of the kernel: the smallest power of two from 64 on that
+// is at least K.
 template <class F>
 void with_keys(int K, F&& f) {
   if (K <= 64) return f(std::integral_constant<int, 64>{});

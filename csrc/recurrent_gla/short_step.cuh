@@ -1,12 +1,13 @@
-// A token's step on states in bf16 or fp16 whose rows are eights of numbers, 16 bytes each.
+// One token step on bf16 or fp16 states whose rows are multiples of eight numbers (16 bytes).
 //
-// grid    (row, head, kValues values); a block has all keys of these. They are copied to shared
-//         memory, all asked for at once, and a thread takes from there what it has asked for
+// grid    (row, head, kValues values); a block has all keys of these values. All copies to shared
+//         memory are issued at once, and a thread reads from there what it has copied
 // reads   q, k, gk [B, 1, H, K], v, gv [B, 1, H, V], state_in [.., H, K, V] or v-first
 // writes  o [B, 1, H, V], state_out
-// States in fp32 hide their arithmetic behind their bytes; behind half of these it shows. So a
-// number takes 4.5 instructions from unpacking to packing, and all else is done for eight at once.
-// Sums over keys have the order of state_rows.cuh: o has the bits that states in fp32 give.
+// With fp32 states, loading the bytes hides the arithmetic; with half as many bytes it does not. So
+// a number takes only 4.5 instructions from unpacking to packing, and everything else is done for
+// eight numbers at once. Sums over keys have the order of state_rows.cuh: o has the same bits as
+// with fp32 states.
 #pragma once
 
 #include "cuda/device/dynamic_shared.h"
@@ -16,7 +17,7 @@
 namespace gla_ext::cuda {
 namespace recurrent {
 
-constexpr int kChain = 8;  // keys, or fours of them, that a sum takes one after the other
+constexpr int kChain = 8;  // keys, or fours of keys, that a sum adds in sequence
 
 template <bool kValueGates>
 __device__ __forceinline__ float moved(float S, float a, float b, float k, float v) {
@@ -33,8 +34,8 @@ __device__ __forceinline__ void load8_floats(float (&x)[8], const float* from) {
   for (int i = 0; i < 8; ++i) x[i] = y[i];
 }
 
-// A block's tile of a [K, V] state: a thread has eight values of one or two keys a step. An o has
-// kK / kChain sums; those of a part are added in pairs, and the parts in order.
+// A block's tile of a [K, V] state: per step, a thread has eight values of one or two keys. Each o
+// has kK / kChain sums. The sums of a part are added in pairs, then the parts in order.
 template <int kK>
 class ShortKeyRows {
   static constexpr int kParts = KeyRows<kK>::kSums, kSums = KeyRows<kK>::kGroups;
@@ -46,11 +47,11 @@ class ShortKeyRows {
 
  private:
   static constexpr int kEights = kValues / 8;
-  // Of a part's sums so many are in lanes of a warp, the others in a thread.
+  // Sums of a part that are in different lanes of a warp; the others are in the same thread.
   static constexpr int kLanes = kOfPart < 32 / kEights ? kOfPart : 32 / kEights;
 
  public:
-  static constexpr int kEach = kOfPart / kLanes;  // eights of a step
+  static constexpr int kEach = kOfPart / kLanes;  // eights of a thread per step
   static constexpr int kThreads = kEights * kLanes * kParts;
   static_assert(kEach <= 2);
 
@@ -77,7 +78,8 @@ class ShortKeyRows {
     column_ = static_cast<int>(threadIdx.x) % kEights * 8;
     keys_left_ = first_value + column_ < p.V ? p.K - key_ : 0;
   }
-  // Where in a matrix the thread's first number is; bytes from eight to eight, and step to step.
+  // start: the index of the thread's first number in a matrix. eight_bytes, step_bytes: bytes from
+  // one eight to the next, and from one step to the next.
   __device__ __forceinline__ int start(const Recurrence& p, int first_value) const {
     return key_ * p.V + first_value + column_;
   }
@@ -92,7 +94,7 @@ class ShortKeyRows {
     const TokenBits<kThreads, kK, kValues> token(p, run, first_value);
     token.store(p, s);
   }
-  // After the token is written.
+  // Called after the token is written.
   template <bool kValueGates>
   __device__ __forceinline__ void take_token(const Shared& s) {
     load8_floats(v_, &s.v[column_]);
@@ -139,8 +141,8 @@ class ShortKeyRows {
   float v_[8], b_[8], o_[kEach][8]{};
 };
 
-// A block's tile of a [V, K] state: a thread has eight keys of two values a step. Where a thread
-// there has four keys, here it makes the sums of two neighbours.
+// A block's tile of a [V, K] state: per step, a thread has eight keys of two values. Where a thread
+// of ValueRows has four keys, a thread here makes the sums of two neighbouring threads.
 template <int kK>
 class ShortValueRows {
   static constexpr int kLanes = ValueRows<kK>::kLanes / 2;
@@ -221,7 +223,7 @@ class ShortValueRows {
   }
 
  private:
-  static constexpr int kFar = kValues / kEach;  // from one value of a thread to the other
+  static constexpr int kFar = kValues / kEach;  // distance of a thread's two values
 
   __device__ __forceinline__ int value(int j) const { return value_ + j * kFar; }
 
@@ -229,7 +231,7 @@ class ShortValueRows {
   float v_[kEach], b_[kEach], o_[kEach][2]{};
 };
 
-// Blocks of a multiprocessor, by their shared memory and their registers.
+// Blocks a multiprocessor, limited by their shared memory and registers.
 template <class Tile>
 constexpr int count_short_blocks() {
   int blocks = 1024 / Tile::kThreads;
@@ -237,7 +239,7 @@ constexpr int count_short_blocks() {
   return blocks;
 }
 
-// A row's one token and its head.
+// The one token of a row, for one head.
 __device__ __forceinline__ Run find_token(const Recurrence& p, unsigned index) {
   const unsigned n = index / static_cast<unsigned>(p.H);
   Run run{n, 0, 1, n, static_cast<int32_t>(index - n * static_cast<unsigned>(p.H))};
@@ -281,7 +283,8 @@ __global__ void __launch_bounds__(Tile::kThreads, count_short_blocks<Tile>())
   tile.template take_token<kValueGates>(s);
 #pragma unroll 2
   for (int step = 0; step < kChain; ++step, to += Tile::step_bytes(p)) {
-    // An empty group a step: all but the newest kChain, which leaves this step's.
+    // Each step commits an empty group, so that waiting for all but the newest kChain groups waits
+    // for this step's copies.
     sm90::commit_copies();
     sm90::wait_for_copies<kChain>();
     Eight<State> S[Tile::kEach];
@@ -298,7 +301,7 @@ __global__ void __launch_bounds__(Tile::kThreads, count_short_blocks<Tile>())
   tile.store_outputs(p, run, first_value, s);
 }
 
-// Whether every row is one token, and every row of its state eights.
+// Whether every row has one token, and every row of its state consists of eights.
 inline bool takes_short_step(const Recurrence& p) {
   const int64_t columns = p.state_v_first ? p.K : p.V;
   return p.T == 1 && p.cu_seqlens.data == nullptr && p.accepted.data == nullptr &&
@@ -325,7 +328,7 @@ void launch_short_step(const Recurrence& p, cudaStream_t stream) {
     launch_short_step<State, Tile, false>(p, stream);
 }
 
-// On states of a pool in 16 bits.
+// The launch for pools of 16-bit states.
 template <class State>
 void launch_on_short_states(const Recurrence& p, cudaStream_t stream) {
   if (!takes_short_step(p)) return launch_forward<State>(p, stream);

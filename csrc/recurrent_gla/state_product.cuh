@@ -1,9 +1,9 @@
-// Sᵀ q^ of one warp on tensor cores, to the accuracy of fp32: 32 keys, 32 values, 16 tokens.
+// Sᵀ q^ of one warp on tensor cores, with the accuracy of fp32: 32 keys, 32 values, 16 tokens.
 //
-// Operands are the sum of two tf32 numbers, high + low; the product of low parts is left out. A
-// state in bf16 or fp16 is a tf32 number as it is. In a
-// group of 16 keys, lane 4 r + c has keys 4 c .. 4 c + 3 of S and q^, so that a product of 8 keys
-// takes two of them at a time (the order of keys does not matter), and loads of both are 16 bytes.
+// An operand is the sum of two tf32 numbers, high + low; the product of the low parts is left out.
+// A bf16 or fp16 state is a tf32 number already. In a group of 16 keys, lane 4 r + c has keys 4 c
+// .. 4 c + 3 of S and q^, so that a product of 8 keys takes two of them at a time (the order of
+// keys does not matter), and both are loaded 16 bytes at a time.
 #pragma once
 
 #include "cuda/device/mma.cuh"
@@ -13,8 +13,8 @@ namespace gla_ext::cuda {
 
 constexpr int kTileValues = 32;
 
-// x rounded to the nearest tf32 number, and the rest, of which tensor cores take the bits that tf32
-// has. NaN stays NaN in `low`.
+// x rounded to the nearest tf32 number, and the remainder, of which tensor cores use the bits that
+// tf32 has. NaN stays NaN in `low`.
 struct Parts {
   float high, low;
 
@@ -28,15 +28,15 @@ struct Parts {
 __device__ __forceinline__ int row_of_lane() { return threadIdx.x % 32 / 4; }
 __device__ __forceinline__ int column_of_lane() { return threadIdx.x % 4; }
 
-// What a lane holds of 16 keys of S:
+// A lane's part of 16 keys of S:
 //   [K, V]  fours[i] has key i of the lane's, values 4 r .. 4 r + 3
 //   [V, K]  fours[i] has value 8 i + r, the keys of the lane
 template <class State, bool kVFirst>
 struct StateFours {
-  static constexpr bool kExact = sizeof(State) == 2;  // in tf32
+  static constexpr bool kExact = sizeof(State) == 2;  // whether tf32 holds the elements
   float fours[4][4];
 
-  // `from` is where the lane's first number lies, at `key` and `value`.
+  // `from` points to the lane's first number, at `key` and `value`.
   template <Access kAccess>
   __device__ __forceinline__ void load(const Recurrence& p, const State* from, int key, int value) {
 #pragma unroll
@@ -47,19 +47,19 @@ struct StateFours {
         load4<kAccess>(fours[i], from + i * p.V, key + i < p.K ? p.V - value : 0);
     }
   }
-  // After every `load`, before the numbers are taken.
+  // Call after every `load`, before the numbers are used.
   template <Access kAccess>
   __device__ __forceinline__ void unpack() {
 #pragma unroll
     for (int i = 0; i < 4; ++i) unpack4<kAccess, State>(fours[i]);
   }
-  // The lane's key 2 s + k and value 2 m + i.
+  // Element of the lane's key 2 s + k and value 2 m + i.
   __device__ __forceinline__ float at(int s, int k, int m, int i) const {
     return kVFirst ? fours[2 * m + i][2 * s + k] : fours[2 * s + k][2 * m + i];
   }
 };
 
-// What a lane holds of 16 keys of q^: tokens r and 8 + r.
+// A lane's part of 16 keys of q^: tokens r and 8 + r.
 struct QueryFours {
   Parts q[2][4];  // [token / 8][key]
 
@@ -70,18 +70,18 @@ struct QueryFours {
       const float4 x = *reinterpret_cast<const float4*>(
           &s.q[8 * n + row_of_lane()][first_key + 4 * column_of_lane()]);
       q[n][0] = Parts(x.x), q[n][1] = Parts(x.y), q[n][2] = Parts(x.z), q[n][3] = Parts(x.w);
-      // Split once, not for every tile.
+      // Split now, once, not again for every tile.
 #pragma unroll
       for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(q[n][i].low));
     }
   }
 };
 
-// What a lane holds of Sᵀ q^: [m][token / 8][2 i + e], the lane's values 2 m + i, tokens 2 c + e.
+// A lane's part of Sᵀ q^: [m][token / 8][2 i + e], for the lane's values 2 m + i, tokens 2 c + e.
 using Sums = float[2][2][4];
 
-// sums += Sᵀ q^ of 16 keys; kFirst: sums start at 0. Small products come first: tensor cores cut
-// off digits when they add, and so cut them off small numbers.
+// sums += Sᵀ q^ of 16 keys; kFirst: sums start at 0. Small products are added first, because tensor
+// cores truncate when they add: digits are then cut off small numbers.
 template <bool kFirst, class State, bool kVFirst>
 __device__ __forceinline__ void add_product(Sums& sums, const StateFours<State, kVFirst>& S,
                                             const QueryFours& q, bool more_than_eight) {

@@ -1,5 +1,5 @@
-// A block's tile of a state in registers, how it is read and written, a token's step on it, and the
-// o that it leaves.
+// A block's tile of a state in registers: how it is loaded and stored, a token's step on it, and
+// the resulting o.
 #pragma once
 
 #include "run.cuh"
@@ -8,7 +8,7 @@ namespace gla_ext::cuda {
 namespace recurrent {
 
 template <int kK>
-constexpr int kValues = kTileElements / kK;  // of a block
+constexpr int kValues = kTileElements / kK;  // values of a block
 // Tokens in shared memory at a time, so that four blocks fit on a multiprocessor.
 template <int kK>
 constexpr int kStageTokens = kK == 128 || kK == 256 ? 8 : 4;
@@ -29,20 +29,20 @@ __device__ __forceinline__ void store4(State* p, const float (&x)[4], int valid)
 }
 
 // A block's tile of a [K, V] state: a thread has four values of every kGroups-th key. A token's o
-// is a sum over threads of several warps.
+// is summed over threads of several warps.
 template <int kK>
 struct KeyRows {
   static constexpr int kThreads = 256, kRows = kTileElements / kThreads / 4;
   static constexpr int kFours = kValues<kK> / 4, kGroups = kThreads / kFours;
-  static constexpr int kSums = kThreads / 32;  // that make up an o
-  static constexpr int kBlocks = 4;            // of a multiprocessor, as many as registers allow
+  static constexpr int kSums = kThreads / 32;  // sums that make up an o
+  static constexpr int kBlocks = 4;  // blocks a multiprocessor, as many as registers allow
   float S[kRows][4];
 
   __device__ __forceinline__ static int value() { return threadIdx.x % kFours * 4; }
   __device__ __forceinline__ static int key(int i) {
     return i * kGroups + static_cast<int>(threadIdx.x) / kFours;
   }
-  // f(the four numbers, their offset in the matrix, how many of them are there)
+  // Calls f(the four numbers, their offset in the matrix, how many of them exist).
   template <Access kAccess, class F>
   __device__ __forceinline__ void for_fours(const Recurrence& p, int first_value, F&& f) {
     const int v = first_value + value();
@@ -75,7 +75,7 @@ struct KeyRows {
   }
 };
 
-// A block's tile of a [V, K] state: a thread has keys of one value, in fours. A token's o is a sum
+// A block's tile of a [V, K] state: a thread has keys of one value, in fours. A token's o is summed
 // over neighbouring lanes.
 template <int kK>
 struct ValueRows {
@@ -140,7 +140,7 @@ struct Stage {
   Operands<kTokens, kK, kValues<kK>, false> tokens;
   alignas(16) float o[kTokens][Tile::kSums][kValues<kK>];
 
-  // The next `count` tokens, which are in `tokens`.
+  // Processes the next `count` tokens, which must be in `tokens`.
   __device__ __forceinline__ void run(const Recurrence& p, const Run& run, int64_t first, int count,
                                       int first_value, Tile& tile) {
     __syncthreads();  // the tokens are written
@@ -153,7 +153,7 @@ struct Stage {
   }
 };
 
-// A state that a run goes on from; null, and then it starts from 0, where there are none.
+// The state that a run continues from; null if there are no states, then it starts from 0.
 template <class State>
 __device__ __forceinline__ const State* state_at(const Recurrence& p, int64_t matrix) {
   return p.state_in == nullptr ? nullptr : static_cast<const State*>(p.state_in) + matrix;

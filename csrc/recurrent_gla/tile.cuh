@@ -1,4 +1,5 @@
-// A block's tile of a state in backward's registers: every thread has eight keys of four values.
+// A block's tile of a state in the registers of backward: each thread has eight keys of four
+// values.
 #pragma once
 
 #include "run.cuh"
@@ -10,7 +11,8 @@ constexpr int kKeptTokens = 32, kReplayTokens = 2;
 constexpr int kThreadKeys = 8, kThreadValues = 4;
 constexpr int kWarpKeys = 64, kWarpValues = 16;
 
-// What this thread holds of a state: lanes are eight keys apart in fours, then four values.
+// This thread's part of a state, eight keys by four values. In a warp, lane / 4 selects the keys
+// and lane % 4 the values.
 struct Tile {
   float x[kThreadKeys][kThreadValues];
 
@@ -20,7 +22,7 @@ struct Tile {
 #pragma unroll
       for (int c = 0; c < kThreadValues; ++c) x[i][c] = 0;
   }
-  // In memory a tile lies in the order of the threads.
+  // In memory, a tile is stored in the order of the threads.
   __device__ __forceinline__ void load(const float* tile) {
 #pragma unroll
     for (int i = 0; i < kThreadKeys; ++i) {
@@ -36,8 +38,8 @@ struct Tile {
   }
 };
 
-// Adds over the lanes that differ in `mask`; each keeps half of the numbers, the upper lane the
-// upper half.
+// Adds the numbers of lanes that differ in `mask`. Each lane keeps the sums of half of the numbers;
+// the upper lane keeps the upper half.
 template <int kN>
 __device__ __forceinline__ void reduce_halves(float* x, int mask) {
   const bool upper = (threadIdx.x & mask) != 0;
@@ -48,7 +50,7 @@ __device__ __forceinline__ void reduce_halves(float* x, int mask) {
   }
 }
 
-// Some numbers of a row in shared memory.
+// Some numbers of a row in shared memory, loaded into registers in fours.
 template <int kN>
 struct Fours {
   float x[kN];

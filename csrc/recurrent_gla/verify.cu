@@ -1,5 +1,5 @@
 // Verification of drafts: the choice between the chunk form and the recurrence, and the chunk form
-// on states in fp32.
+// on fp32 states.
 #include "verify.cuh"
 
 namespace gla_ext::cuda {
@@ -24,7 +24,7 @@ void recurrent_verify(const Recurrence& p, int multiprocessors, cudaStream_t str
   if (!packed && (p.T < 2 || p.T > kDrafts)) return recurrent_forward(p, stream);
   chunk_form(p, multiprocessors, stream);
   if (!packed || p.T <= kDrafts) return;
-  Recurrence longer = p;  // of drafts whose lengths nobody knows here
+  Recurrence longer = p;  // for packed drafts, whose lengths the host does not know
   longer.least_tokens = kDrafts + 1;
   recurrent_forward(longer, stream);
 }

@@ -1,13 +1,13 @@
-// The outputs of drafted tokens by the chunk form, from a state, of a type that verify.cu and its
-// sisters name, that is read once and not written: o_i = b_0 .. b_i ⊙ Sᵀ q^_i + Σ_{j≤i} A_ij
-// (b_{j+1} .. b_i ⊙ v_j), q^ and A of drafts.cuh.
+// The outputs of drafted tokens by the chunk form, for the state types of verify.cu, verify_bf16.cu
+// and verify_fp16.cu. The state is read once and not written: o_i = b_0 .. b_i ⊙ Sᵀ q^_i + Σ_{j≤i}
+// A_ij (b_{j+1} .. b_i ⊙ v_j), with q^ and A of drafts.cuh.
 //
-// grid    (row of a pool, head, some tiles of 32 values); all keys of a tile at a time, 32 a warp,
-//         while the next tile is loaded, 16 bytes at a time where rows allow it
+// grid    (row of a pool, head, some tiles of 32 values); a tile with all its keys at a time, 32
+//         keys a warp, while the next tile is loaded, 16 bytes at a time if rows are aligned
 // reads   q, k, gk [B, T, H, K], v, gv [B, T, H, V], state_in [.., H, K, V] or v-first
 // writes  o [B, T, H, V]
 // Decays are running products, exact at a reset. Everything is accumulated in fp32, except sums of
-// 32 keys, which tensor cores make. The order of every sum depends on K alone, so a token has the
+// 32 keys, which tensor cores make. The order of every sum depends only on K, so a token has the
 // same bits in any batch, any pool and drafts of any length.
 #pragma once
 
@@ -18,7 +18,7 @@
 namespace gla_ext::cuda {
 namespace recurrent {
 
-// Where the rows of every token start: found once, not for every tile.
+// The starts of every token's rows, computed once and not for every tile.
 struct RowStarts {
   int64_t v[kDrafts], gv[kDrafts], o[kDrafts];
   int tokens;
@@ -33,10 +33,10 @@ struct RowStarts {
   }
 };
 
-// What the warps exchange of a tile.
+// The data of a tile that warps exchange.
 template <int kK>
 struct alignas(16) Stage {
-  static constexpr int kPitch = kTileValues + 4;  // no two lanes of a store meet in a bank
+  static constexpr int kPitch = kTileValues + 4;  // the lanes of a store use different banks
   float sums[kWarps<kK>][kDrafts][kPitch];
   float v[kDrafts][kTileValues], b[kDrafts][kTileValues];  // v, exp gv
 
@@ -59,7 +59,7 @@ struct alignas(16) Stage {
     }
   }
 
-  // A warp has kEach tokens, a lane kEach values of one of them.
+  // A warp has kEach tokens; a lane has kEach values of one of them.
   static constexpr int kEach = kDrafts / kWarps<kK>, kLanes = 32 / kEach;
   struct alignas(4 * kEach) Values {
     float x[kEach];
@@ -90,7 +90,8 @@ struct alignas(16) Stage {
   }
 
  private:
-  // Σ_{j≤i} A_ij v_j, decayed on its way to token i, as is `o`, which comes from before token 0.
+  // Returns Σ_{j≤i} A_ij v_j with each term decayed to token i. Also decays `o`, the part from
+  // before token 0.
   template <bool kValueGates>
   __device__ __forceinline__ Values decayed_sums(const Scores<kK>& scores, int first, int i,
                                                  Values& o) const {
@@ -119,7 +120,8 @@ struct alignas(16) Stage {
   }
 };
 
-// A thread's values of a tile, on the way to shared memory: a lane has one value of some tokens.
+// A thread's values of a tile, loaded before they are stored in shared memory. A lane has one value
+// of some tokens.
 template <int kK>
 struct ValueLoads {
   static constexpr int kLoads = kDrafts / kWarps<kK>;
@@ -155,8 +157,8 @@ struct Shared {
   Scores<kK> scores;
   RowStarts starts;
   union {
-    Drafts<kK> drafts;    // until every warp has its q^
-    Stage<kK> stages[2];  // then tile by tile
+    Drafts<kK> drafts;    // until every warp has loaded its q^
+    Stage<kK> stages[2];  // then, one tile after the other
   };
 };
 
@@ -168,8 +170,8 @@ __device__ __forceinline__ void write_zeros(const Recurrence& p, const Run& run,
               0.f);
 }
 
-// As many threads as keys, and 512 a multiprocessor, as many as registers allow.
-// kPacked: drafts of any lengths, of which it takes those of 1 to 16 tokens.
+// As many threads as keys; 512 threads a multiprocessor, as many as registers allow. kPacked: the
+// drafts may have any lengths; the kernel takes those of 1 to 16 tokens.
 template <class State, bool kVFirst, int kK, Access kAccess, bool kPacked>
 __global__ void __launch_bounds__(kK, 512 / kK) verify_kernel(Recurrence p, int tiles_of_block) {
   extern __shared__ __align__(16) unsigned char s_bytes[];
@@ -182,7 +184,7 @@ __global__ void __launch_bounds__(kK, 512 / kK) verify_kernel(Recurrence p, int 
   if (kPacked && (run.length == 0 || run.length > kDrafts)) return;
   if (run.state < 0) return write_zeros(p, run, first * kTileValues, end * kTileValues);
 
-  // Those of a packed draft stand in shared memory: registers are few.
+  // The number of tokens of a packed draft is kept in shared memory, since registers are few.
   const auto tokens = [&] { return kPacked ? s.starts.tokens : static_cast<int>(p.T); };
   const int first_key = static_cast<int>(threadIdx.x) / 32 * 32;
   const int key = first_key + 4 * column_of_lane(), value = row_of_lane() * (kVFirst ? 1 : 4);
@@ -205,7 +207,7 @@ __global__ void __launch_bounds__(kK, 512 / kK) verify_kernel(Recurrence p, int 
   }
   __syncthreads();  // q, k, a and the starts are written
   score_parts(tokens(), s.drafts, s.scores);
-  __syncthreads();  // the partial sums of A are written, and q is read
+  __syncthreads();  // the partial sums of A are written, q is read
   gate_queries(tokens(), s.drafts, s.scores);
   ValueLoads<kK> values;
   values.load(p, tokens(), s.starts, first * kTileValues);
@@ -213,7 +215,7 @@ __global__ void __launch_bounds__(kK, 512 / kK) verify_kernel(Recurrence p, int 
   QueryFours q[2];
   q[0].load(s.drafts, first_key);
   q[1].load(s.drafts, first_key + 16);
-  __syncthreads();  // A is written, and the drafts are read
+  __syncthreads();  // A is written, the drafts are read
   values.store(p, s.stages[0]);
 
   for (int tile = first; tile < end; ++tile) {
@@ -226,7 +228,7 @@ __global__ void __launch_bounds__(kK, 512 / kK) verify_kernel(Recurrence p, int 
     add_product<false>(sums, S[1], q[1], tokens() > 8);
     if (tile + 1 < end) load_state(1, tile + 1);
     stage.template put<kVFirst>(sums, tokens());
-    __syncthreads();  // this stage is written, and the next one was read by every warp
+    __syncthreads();  // this stage is written, the next one is read by all warps
     if (tile + 1 < end) values.load(p, tokens(), s.starts, (tile + 1) * kTileValues);
     stage.write_outputs(p, tokens(), s.starts, s.scores, tile * kTileValues);
     if (tile + 1 < end) values.store(p, next);

@@ -1,4 +1,4 @@
-// Verification of drafts on a pool of states in bf16.
+// Verification of drafts on a pool of bf16 states.
 #include "verify.cuh"
 
 namespace gla_ext::cuda {

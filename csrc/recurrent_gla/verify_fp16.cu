@@ -1,4 +1,4 @@
-// Verification of drafts on a pool of states in fp16.
+// Verification of drafts on a pool of fp16 states.
 #include "verify.cuh"
 
 namespace gla_ext::cuda {

@@ -1,15 +1,15 @@
 // Backward of the norm with its gate, with n = x rstd and u = dy ⊙ w ⊙ f(gate):
 //   dgate = dy ⊙ n ⊙ w ⊙ f'(gate)      dx = rstd (u − n mean(u ⊙ n))      dw = Σ dy ⊙ f(gate) ⊙ n
-// and of a residual stream of type S, which is x here, in place of the gate:
+// Or, in place of the gate, with a residual stream of type S, which is x here:
 //   dx = dresidual = dstream + rstd (u − n mean(u ⊙ n))
 //
-// grid    as many blocks as run at once stride over the rows, each of which leaves the dw of its
-//         rows; a second kernel adds these, first block first
+// grid    as many blocks as run at once stride over the rows; each stores the dw of its rows, and a
+//         second kernel adds these, first block first
 // reads   dy, x, gate or dstream [rows, V], w [V], rstd [rows] fp32
-// writes  dx, dgate [rows, V], dw [V], and y as forward where it is asked for; of a residual
-//         dresidual, and dx where its dtype is another
-// Everything between is fp32, results are rounded once; the order of every sum follows from the
-// shape and the GPU.
+// writes  dx, dgate [rows, V], dw [V], and if requested y as forward; with a residual dresidual,
+//         and dx if its dtype differs
+// Everything in between is fp32; results are rounded once. The order of every sum depends only on
+// the shape and the GPU.
 #include "cuda/device/activation.cuh"
 #include "cuda/device/partials.cuh"
 #include "normed.cuh"
@@ -18,11 +18,11 @@
 namespace gla_ext::cuda {
 namespace {
 
-// Rows of a thread in flight; with more registers, where y is asked for.
+// Rows that a thread loads at once. If y is requested, a thread has more registers.
 constexpr int kAtOnce = 1, kAtOnceWithOutput = 2;
-constexpr int64_t kSharedColumns = 8192;  // of dw that a block of wide rows keeps in shared memory
+constexpr int64_t kSharedColumns = 8192;  // most columns of dw in shared memory
 
-// Blocks of a multiprocessor, as many as spill no registers.
+// Blocks a multiprocessor, as many as possible without register spills.
 constexpr int blocks_at_once(bool wide, bool fp32, bool output, int major) {
   const bool large = fp32 && major >= 10;
   return output ? (large ? 1 : 2) : (wide && large ? 2 : 3);
@@ -33,7 +33,8 @@ constexpr int kMajor = __CUDA_ARCH__ / 100;
 constexpr int kMajor = 0;
 #endif
 
-// Eight elements of a row: u, written over dy; dgate; what they add to dw; the sum of u ⊙ n.
+// For eight elements of a row: replaces dy by u; sets dgate and the contributions to dw; returns
+// the sum of u ⊙ n.
 template <class T, class N>
 __device__ __forceinline__ float grads_of_eight(const Norm& p, const Eight<N>& x,
                                                 const Eight<T>* gate, float rstd,
@@ -73,7 +74,7 @@ __device__ __forceinline__ void to_floats(const Eight<T>& x, float (&y)[8]) {
   for (int i = 0; i < 8; ++i) y[i] = x[i];
 }
 
-// Eight results at `offset` of dx; of a residual first with what has come to the stream.
+// Stores eight results at `offset` of dx. With a residual, first adds the stream's gradient.
 template <class T, class S, Access kAccess>
 __device__ __forceinline__ void store_dx(const Norm& p, int64_t offset,
                                          const Eight<Normed<T, S>>& dstream, float (&u)[8],
@@ -89,7 +90,7 @@ __device__ __forceinline__ void store_dx(const Norm& p, int64_t offset,
   store_results<kAccess>(static_cast<T*>(p.dx) + offset, u, valid);
 }
 
-// Eight results at `offset` of y.
+// Stores eight results at `offset` of y.
 template <class T, Access kAccess>
 __device__ __forceinline__ void store_y(const Norm& p, int64_t offset, const Eight<T>& x,
                                         const Eight<T>& gate, float rstd, const float (&w)[8],
@@ -99,7 +100,7 @@ __device__ __forceinline__ void store_y(const Norm& p, int64_t offset, const Eig
   store_results<kAccess>(static_cast<T*>(p.y) + offset, y, valid);
 }
 
-// dw of a block from that of its threads, one group after the other.
+// Sums the threads' dw into the block's, one group after the other.
 template <class L>
 __device__ __forceinline__ void store_partials(const Norm& p, const float (&dw)[8]) {
   __shared__ float s_dw[L::kGroups][L::kColumns];
@@ -174,14 +175,14 @@ __global__ void __launch_bounds__(kRowThreads,
   if (p.weight != nullptr) store_partials<L>(p, dw);
 }
 
-// A thread has the same columns of every row, so that dw needs no barrier.
+// A thread has the same columns in every row, so dw needs no barrier.
 template <class T, class S, Access kAccess, bool kOutput>
 __global__ void __launch_bounds__(kRowThreads,
                                   blocks_at_once(true, std::is_same_v<Normed<T, S>, float>, kOutput,
                                                  kMajor))
     wide_backward(const __grid_constant__ Norm p) {
   constexpr int kStep = kRowThreads * 8;
-  extern __shared__ float s_dw[];  // [V], where V is at most kSharedColumns
+  extern __shared__ float s_dw[];  // [V] if V is at most kSharedColumns, else unused
   __shared__ float s_warps[2][kRowWarps];
   WarpSums<kRowThreads> sum_of_block;
   float* partials = p.partials + blockIdx.x * p.width;
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(kRowThreads,
     const RowCursor cursor(p, row);
     const float rstd = p.rstd[row];
     float sum = 0.f;
-    // u of eight columns; in the first pass with dgate and dw.
+    // Loads and computes u of eight columns; in the first pass also dgate and dw.
     const auto load = [&](auto type, const StridedRows& rows, int64_t c) {
       using E = typename decltype(type)::type;
       return load8<kAccess>(cursor.template in<E>(rows) + c, valid(c));
@@ -239,7 +240,7 @@ __global__ void __launch_bounds__(kRowThreads,
   for_columns([&](int64_t c) { for_sums(c, [&](float& sum, int i) { partials[c + i] = sum; }); });
 }
 
-// dw = the sums over blocks.
+// Sums the blocks' partial results into dw.
 __global__ void __launch_bounds__(kSumColumns* kSumRows) sum_partials(Norm p, int64_t blocks) {
   const int64_t column = int64_t{blockIdx.x} * kSumColumns + threadIdx.x;
   const float sum = sum_over_blocks(p.partials, blocks, p.width, column);
@@ -271,7 +272,7 @@ int64_t norm_backward_blocks(const Norm& p, const NormGpu& gpu) {
 void norm_backward(const Norm& p, const NormGpu& gpu, cudaStream_t stream) {
   const int64_t blocks = norm_backward_blocks(p, gpu);
   const auto grid = static_cast<unsigned>(blocks);
-  // Of a stream y is never asked for.
+  // With a stream, y is never requested.
   const bool has_stream = p.dresidual != nullptr;
   if (p.width > kNarrow) {
     const bool shared = p.weight != nullptr && p.width <= kSharedColumns;

@@ -1,23 +1,23 @@
 // Forward of the norm with its gate:
 //   y = x rstd ⊙ w ⊙ f(gate)      rstd = (mean(x²) + eps)^-0.5
-// and of a residual stream of type S, to which x is added first, in place of the gate:
+// Or, in place of the gate, with a residual stream of type S, to which x is added first:
 //   s = residual + x      y = s rstd ⊙ w      rstd = (mean(s²) + eps)^-0.5
 //
-// grid    blocks stride over the rows; rows.cuh says how many rows a block has at once
+// grid    blocks stride over the rows; rows.cuh defines how many rows a block has at once
 // reads   x, gate or residual [rows, V], w [V]
-// writes  y, of a residual s [rows, V], rstd [rows] fp32
-// Sums and products are fp32, y is rounded once, and s before it is normed; a row's bits depend on
-// nothing but the row.
+// writes  y; with a residual s [rows, V]; rstd [rows] fp32
+// Sums and products are fp32. y is rounded once, s before the norm; a row's bits depend only on the
+// row.
 #include "normed.cuh"
 #include "rows.cuh"
 
 namespace gla_ext::cuda {
 namespace {
 
-constexpr int kAtOnce = 2;        // rows of a thread in flight
-constexpr int kBlocksAtOnce = 3;  // of a multiprocessor
+constexpr int kAtOnce = 2;        // rows that a thread loads at once
+constexpr int kBlocksAtOnce = 3;  // blocks a multiprocessor
 
-// x + residual, as it is rounded to its place in the stream.
+// x + residual, rounded to the type of the stream.
 template <class T, class S>
 __device__ __forceinline__ Eight<S> added(const Eight<T>& x, const Eight<S>& residual) {
   Eight<S> s;
@@ -156,7 +156,8 @@ void residual_forward(const Norm& p, int64_t most, cudaStream_t stream) {
 }  // namespace
 
 void norm_forward(const Norm& p, const NormGpu& gpu, cudaStream_t stream) {
-  // Some four times as many blocks as run at once, so that the last ones end soon after the others.
+  // About four times as many blocks as run at once, so that the last blocks end soon after the
+  // others.
   const int64_t most = int64_t{32} * gpu.multiprocessors;
   if (p.residual.data != nullptr) return residual_forward(p, most, stream);
   if (p.width > kNarrow) {

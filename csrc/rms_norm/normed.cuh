@@ -1,4 +1,5 @@
-// What the norm of a row is, for forward and for a backward that makes it again: the same bits.
+// The norm of a row, shared by forward and by the backward that recomputes it, so that both get the
+// same bits.
 #pragma once
 
 #include "cuda/device/activation.cuh"

@@ -1,7 +1,7 @@
-// Rows of the norm: which threads have which elements, where rows start, sums over a row.
+// Rows of the norm: which thread has which elements, where rows start, and sums over a row.
 //
-// Up to kNarrow columns a row belongs to kLanes neighbouring threads, each of which holds eight
-// columns in registers; wider rows belong to a block, which reads them twice.
+// A row of up to kNarrow columns belongs to kLanes neighbouring threads, each of which holds eight
+// columns in registers. A wider row belongs to a block, which reads it twice.
 #pragma once
 
 #include "cuda/device/rows.cuh"
@@ -11,7 +11,8 @@ namespace gla_ext::cuda {
 
 constexpr int kNarrow = 8 * kRowThreads;
 
-// Where row `row`, and after advance() row `row + step`, starts; divides only at the start.
+// The start of row `row`, and after each advance() of row `row + step`. It divides only at
+// construction.
 class RowCursor {
  public:
   RowCursor() = default;
@@ -35,7 +36,7 @@ class RowCursor {
   int64_t outer_, inner_;
 };
 
-// The weight of eight columns, 1 where there is none and 0 after the last column.
+// Loads the weight of eight columns: 1 if there is no weight, 0 after the last column.
 template <Access kAccess>
 __device__ __forceinline__ void load_weight(const Norm& p, int64_t column, float (&w)[8]) {
   const int64_t left = p.width - column;
@@ -58,18 +59,18 @@ __device__ __forceinline__ void load_weight(const Norm& p, int64_t column, float
   }
 }
 
-// How rows of up to kNarrow columns lie in a block.
+// How the rows of up to kNarrow columns are distributed over a block.
 template <Access kAccess_, int kLanes_, int kAtOnce_>
 struct Narrow {
   static constexpr Access kAccess = kAccess_;
   static constexpr int kLanes = kLanes_;
-  static constexpr int kAtOnce = kAtOnce_;                      // rows of a thread in flight
+  static constexpr int kAtOnce = kAtOnce_;                      // rows that a thread loads at once
   static constexpr int kGroups = kRowThreads / kLanes;          // rows side by side
   static constexpr int kColumns = kLanes * 8;                   // of a row, at least V
-  static constexpr int64_t kRows = int64_t{kGroups} * kAtOnce;  // of a block in an iteration
+  static constexpr int64_t kRows = int64_t{kGroups} * kAtOnce;  // of a block per iteration
 
   __device__ static int group() { return threadIdx.x / kLanes; }
-  // The first one of this thread.
+  // This thread's first column.
   __device__ static int column() { return threadIdx.x % kLanes * 8; }
 };
 
@@ -88,7 +89,7 @@ class RowSums {
   WarpSums<L::kLanes> warp_sums_;
 };
 
-// f(Type<T>, Narrow<...>) for V up to kNarrow.
+// Calls f(Type<T>, Narrow<...>) for V up to kNarrow.
 template <int kAtOnce, class F>
 void with_narrow(const Norm& p, F&& f) {
   with_dtype(p.dtype, [&](auto type) {
@@ -105,13 +106,14 @@ void with_narrow(const Norm& p, F&& f) {
   });
 }
 
-// Whether a kernel is one of a residual stream of type S, and what its norm is of.
+// kHasStream: whether a kernel has a residual stream, of type S. Normed: the type whose rows are
+// normed.
 template <class S>
 constexpr bool kHasStream = !std::is_void_v<S>;
 template <class T, class S>
 using Normed = std::conditional_t<kHasStream<S>, S, T>;
 
-// f(Type<T>, Type<S>) with the dtype S of a residual stream, T or fp32.
+// Calls f(Type<T>, Type<S>), where S is the dtype of a residual stream: T or fp32.
 template <class F>
 void with_stream(const Norm& p, F&& f) {
   with_dtype(p.dtype, [&](auto type) {
@@ -123,8 +125,8 @@ void with_stream(const Norm& p, F&& f) {
   });
 }
 
-// f(Type<T>, Type<S>, Narrow<...>) for V up to kNarrow: a stream is wider than a head, so that few
-// widths of rows will do.
+// Calls f(Type<T>, Type<S>, Narrow<...>) for V up to kNarrow. A stream is wider than a head, so a
+// few widths of rows suffice.
 template <int kAtOnce, class F>
 void with_narrow_stream(const Norm& p, F&& f) {
   with_stream(p, [&](auto type, auto stream) {
@@ -135,7 +137,7 @@ void with_narrow_stream(const Norm& p, F&& f) {
   });
 }
 
-// f(Type<T>, Constant<Access>) for wider rows.
+// Calls f(Type<T>, Constant<Access>) for wider rows.
 template <class F>
 void with_wide(const Norm& p, F&& f) {
   with_dtype(p.dtype, [&](auto type) {
@@ -156,7 +158,7 @@ void with_wide_stream(const Norm& p, F&& f) {
   });
 }
 
-// Blocks for iterations of `rows` rows each, at most `most`.
+// The number of blocks if an iteration takes `rows` rows; at most `most`.
 inline int64_t norm_blocks(const Norm& p, int64_t rows, int64_t most) {
   const int64_t blocks = (p.rows + rows - 1) / rows;
   return blocks < most ? blocks : most;

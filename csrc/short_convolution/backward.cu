@@ -1,15 +1,17 @@
 // Backward of the short convolution, W up to kUnrolledTaps:
 //   dz_t = dy_t silu'(z_t)      dx_t = Σ_s w_{W-1-s} dz_{t+s}, within a sequence
 //   dw_j = Σ_t dz_t x_{t-W+1+j}      dbias = Σ_t dz_t
-// dx takes what the state after the sequence gives, and dcache is dx of the tokens before it.
+// dx includes the gradient from the state after the sequence; dcache is dx of the tokens before the
+// sequence.
 //
-// grid    a thread has four channels and run after run of tokens; z is computed again from x, the
-//         last W inputs and dz stand in registers, and the next run computes the W - 1 dz after a
-//         run too. A block leaves the dw of its runs; a second kernel adds these, first block first
+// grid    a thread has four channels and several runs of tokens in sequence. z is recomputed from
+//         x; the last W inputs and dz are in registers. The W - 1 dz after a run are computed by
+//         this run and by the next. A block stores the dw of its runs; a second kernel adds these,
+//         first block first
 // reads   dy, x [B, T, D], w [D, W], bias [D], cache, dstate [N, D, W]
 // writes  dx [B, T, D], dcache [N, D, W], dw [D, W], dbias [D]
-// Everything between is fp32, results are rounded once. dx of a token depends on its sequence
-// alone; the order of dw follows from the shape and the number of multiprocessors.
+// Everything in between is fp32; results are rounded once. dx of a token depends only on its
+// sequence; the order of dw depends on the shape and the number of multiprocessors.
 #include "cuda/device/partials.cuh"
 #include "tokens.cuh"
 
@@ -17,15 +19,16 @@ namespace gla_ext::cuda {
 namespace {
 
 constexpr int kC = 4;             // channels of a thread
-constexpr int kBlocksAtOnce = 3;  // of a multiprocessor
+constexpr int kBlocksAtOnce = 3;  // blocks a multiprocessor
 constexpr int64_t kFewestTokens = 8;
 
 template <class T>
-constexpr int kAtOnce = 8 / sizeof(T);  // tokens of a thread that are loaded at once
+constexpr int kAtOnce = 8 / sizeof(T);  // tokens that a thread loads at once
 
-// Tokens from t on, after the kW - 1 whose inputs are in `in`: their dz, after the dz of as many
-// tokens before; what they add to dw and dbias; and dx of the tokens whose dz are then complete.
-// kWhole: kAtOnce aligned tokens and as many dx, to which no state contributes.
+// Processes the tokens from t on; `in` has the kW - 1 inputs before them. Computes their dz, with
+// the dz of as many earlier tokens in `dz`; their contributions to dw and dbias; and dx of the
+// tokens whose dz are then complete. kWhole: there are kAtOnce aligned tokens and as many dx, to
+// which no state contributes.
 template <bool kWhole, class T, int kW>
 __device__ __forceinline__ void take_tokens(const Convolution& p, const Piece& piece, int64_t t,
                                             const Place<kC>& place, const float (&w)[kW][kC],
@@ -53,7 +56,7 @@ __device__ __forceinline__ void take_tokens(const Convolution& p, const Piece& p
       for (int j = 0; j < kW; ++j) dw[j][i] = fmaf(g, in[r + j][i], dw[j][i]);
       dw[kW][i] += g;
     }
-    const int64_t first = t + r - kBefore;  // whose dz are complete
+    const int64_t first = t + r - kBefore;  // the token whose dz are complete
     if (!kWhole && (first < piece.from || first >= piece.to)) continue;
     float sum[kC] = {};
     if (!kWhole) state_gradient<T>(p, piece, first, place, sum);
@@ -70,7 +73,7 @@ __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
     backward(const __grid_constant__ Convolution p, const ConvolutionGrid grid) {
   constexpr int kBefore = kW - 1, kSteps = kAtOnce<T>;
   const Place<kC> place(p, grid);
-  float w[kW][kC], bias[kC], dw[kW + 1][kC] = {};  // then dbias
+  float w[kW][kC], bias[kC], dw[kW + 1][kC] = {};  // last row of dw: dbias
   load_taps<kW>(p.weight, p.weight_dtype, p.aligned, place, w);
   load_bias(p, place, bias);
   const int64_t runs = place.valid > 0 ? p.B * p.runs.count : 0;
@@ -86,7 +89,8 @@ __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
         in[i] = load_input<T>(p, piece, piece.from - kBefore + i, place);
       T* dx = static_cast<T*>(p.dx) + piece.row * p.T * p.D + place.channel;
       for (int64_t t = piece.from; t < piece.to + kBefore; t += kSteps) {
-        // Tokens whose dx is complete too, and none of the last W, which take what the state gives.
+        // Tokens whose dx is also complete and inside the piece; none of them is among the last W,
+        // which get the state's gradient.
         const bool inside =
             t >= piece.from + kBefore && t + kSteps <= piece.to && t + kSteps < piece.end;
         if (p.aligned && inside)
@@ -101,7 +105,7 @@ __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
   store_partials(p, grid, 0, dw);
 }
 
-// dw and dbias = the sums over blocks.
+// Sums the blocks' partial results into dw and dbias.
 __global__ void __launch_bounds__(kSumColumns* kSumRows)
     sum_partials(Convolution p, int64_t blocks) {
   const int64_t column = int64_t{blockIdx.x} * kSumColumns + threadIdx.x, width = (p.W + 1) * p.D;
@@ -114,7 +118,7 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows)
     store_any(p.dbias, p.bias_dtype, channel, sum);
 }
 
-// dz of a token of one channel, from dz if it is in memory.
+// dz of a token of one channel; read from memory if dz is there, otherwise computed.
 template <class T>
 __device__ __forceinline__ float dz_of(const Convolution& p, const Piece& piece, int64_t t,
                                        int64_t channel) {
@@ -133,8 +137,9 @@ __device__ __forceinline__ float dz_of(const Convolution& p, const Piece& piece,
   return to_float(static_cast<const T*>(p.dy.data)[at]) * silu_slope<T>(z);
 }
 
-// dcache: the first input of a cache meets no token, the others the first W - 1, and those that a
-// short sequence leaves in its state. A thread has a channel of a sequence.
+// Computes dcache. The cache's first input is used by no token, the others by the first W - 1
+// tokens. If a sequence is shorter than W, inputs that remain in its state also get the state's
+// gradient. A thread has one channel of a sequence.
 template <class T>
 __global__ void __launch_bounds__(kConvThreads)
     cache_gradient(const __grid_constant__ Convolution p) {

@@ -1,25 +1,26 @@
-// Forward of the short convolution, W up to kUnrolledTaps, w_j being the tap of the token W - 1 - j
-// before:
+// Forward of the short convolution, W up to kUnrolledTaps; w_j is the tap of the input W - 1 - j
+// tokens earlier:
 //   z_t = bias + Σ_j w_j x_{t-W+1+j}      y_t = silu(z_t)
 //
-// grid    a thread has 16 bytes of neighbouring channels and run after run of tokens, whose last W
-//         inputs stand in registers; after the runs of tokens, sequences whose state it writes
+// grid    a thread has 16 bytes of neighbouring channels and several runs of tokens in sequence,
+//         whose last W inputs it keeps in registers; after these runs it writes the states of
+//         sequences
 // reads   x [B, T, D], w [D, W], bias [D], cache [N, D, W]
 // writes  y [B, T, D], state [N, D, W]
-// z is fp32, y is rounded once; a token's bits depend on nothing but its W inputs.
+// z is fp32; y is rounded once. A token's bits depend only on its W inputs.
 #include "tokens.cuh"
 
 namespace gla_ext::cuda {
 namespace {
 
-constexpr int kAtOnce = 4;        // tokens of a thread that are loaded at once
-constexpr int kBlocksAtOnce = 4;  // of a multiprocessor
+constexpr int kAtOnce = 4;        // tokens that a thread loads at once
+constexpr int kBlocksAtOnce = 4;  // blocks a multiprocessor
 
 template <class T>
 constexpr int kChannels = 16 / sizeof(T);  // of a thread
 
-// y of `count` tokens, at most kAtOnce, from t on, after the kW - 1 whose inputs are in `in`.
-// kWhole: of kAtOnce, aligned.
+// Computes y of `count` tokens, at most kAtOnce, from t on; `in` has the kW - 1 inputs before them.
+// kWhole: there are kAtOnce tokens, and they are aligned.
 template <bool kWhole, class T, int kW, int kC>
 __device__ __forceinline__ void take_tokens(const Convolution& p, const Piece& piece, int64_t t,
                                             int64_t count, const Place<kC>& place,

@@ -1,17 +1,17 @@
-// The short convolution on a pool of caches [P, D, W]. Rows of a few tokens, as in decoding, in one
-// launch: a thread has 16 bytes of a row's channels, whose last W inputs stand in registers, and
-// takes token after token. Else forward.cu between two launches that copy caches, a thread an
-// element.
+// The short convolution on a pool of caches [P, D, W]. Rows of a few tokens, as in decoding, take
+// one launch: a thread has 16 bytes of a row's channels, keeps their last W inputs in registers,
+// and takes one token after the other. Other rows take forward.cu between two launches that copy
+// caches, with one thread per element.
 //
 // reads   x [B, T, D], w [D, W], bias [D], the caches of the slots
 // writes  y [B, T, D], the caches of the write slots
-// A token's y has the bits of forward.cu: the same sum, oldest input first, in fp32.
+// A token's y has the same bits as in forward.cu: the same sum, oldest input first, in fp32.
 #include "tokens.cuh"
 
 namespace gla_ext::cuda {
 namespace {
 
-constexpr int64_t kStepTokens = 16;  // of a row, at most
+constexpr int64_t kStepTokens = 16;  // tokens of a row, at most
 constexpr int kPoolThreads = 256;
 
 struct Slots {
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kPoolThreads)
   }
 }
 
-// Zeroes y of a sequence, a thread some channels.
+// Writes zeros to y of a sequence; a thread has some of the elements.
 template <class T>
 __device__ __forceinline__ void clear_tokens(const Convolution& p, const Piece& piece,
                                              int64_t first, int64_t step) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void clear_tokens(const Convolution& p, const Piece& 
   for (int64_t i = first; i < end; i += step) y[i] = from_float<T>(0.f);
 }
 
-// A block row (y of the grid) a sequence; the last one the tokens after every sequence.
+// A block row (y of the grid) has a sequence; the last one has the tokens after every sequence.
 template <class T>
 __global__ void __launch_bounds__(kPoolThreads)
     scatter(const __grid_constant__ Convolution p, const __grid_constant__ ConvolutionPool pool) {

@@ -1,9 +1,9 @@
-// The short convolution for W above kUnrolledTaps, a tap at a time over a few tokens:
+// The short convolution for W above kUnrolledTaps, one tap at a time over a few tokens:
 //   z_t = bias + Σ_j w_j x_{t-W+1+j}      y_t = silu(z_t)      dz_t = dy_t silu'(z_t)
 //   dx_t = Σ_s w_{W-1-s} dz_{t+s}      dw_j = Σ_t dz_t x_{t-W+1+j}      dbias = Σ_t dz_t
 //
-// grid    as forward.cu and backward.cu have it; for dw, z is a tap or the bias. Only the first tap
-//         that needs a row reads it from memory, the others from the caches
+// grid    that of forward.cu and backward.cu; for dw, z is a tap or the bias. Only the first tap
+//         that needs a row reads it from memory, the others read it from the caches
 // reads   dy, x [B, T, D], w [D, W], bias [D], cache, dstate [N, D, W]
 // writes  y [B, T, D], state [N, D, W]; dz [B, T, D] fp32, dx [B, T, D], partial sums of dw and
 //         dbias
@@ -14,11 +14,11 @@ namespace gla_ext::cuda {
 namespace {
 
 constexpr int kC = 4;       // channels of a thread
-constexpr int kTokens = 8;  // tokens that a tap is loaded for
+constexpr int kTokens = 8;  // tokens for which a tap is loaded
 constexpr int kBlocksAtOnce = 4;
-constexpr int64_t kMostTaps = 65535;  // z of a grid
+constexpr int64_t kMostTaps = 65535;  // of a grid, in z
 
-// Tap j of the channels of a thread.
+// Loads tap j of the channels of a thread.
 __device__ __forceinline__ void load_tap(const Convolution& p, int64_t j, const Place<kC>& place,
                                          float (&w)[kC]) {
 #pragma unroll
@@ -27,7 +27,7 @@ __device__ __forceinline__ void load_tap(const Convolution& p, int64_t j, const 
         i < place.valid ? load_any(p.weight, p.weight_dtype, (place.channel + i) * p.W + j) : 0.f;
 }
 
-// f(piece, t) for every kTokens-th token of the runs of a thread.
+// Calls f(piece, t) for every kTokens-th token of a thread's runs.
 template <class F>
 __device__ __forceinline__ void for_tokens(const Convolution& p, int64_t run, F&& f) {
   Pieces pieces(p, run);
@@ -36,7 +36,7 @@ __device__ __forceinline__ void for_tokens(const Convolution& p, int64_t run, F&
     for (int64_t t = piece.from; t < piece.to; t += kTokens) f(piece, t);
 }
 
-// y, or for backward dz.
+// Computes y, or for backward dz.
 template <class T, bool kBackward>
 __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
     forward(const __grid_constant__ Convolution p, const ConvolutionGrid grid) {

@@ -1,4 +1,5 @@
-// Which channels and tokens a thread has, where sequences lie, and what lies before a token.
+// Which channels and tokens a thread has, where sequences start and end, and the inputs before a
+// token.
 #pragma once
 
 #include "cuda/device/activation.cuh"
@@ -9,16 +10,17 @@
 namespace gla_ext::cuda {
 
 constexpr int kConvThreads = 128;
-constexpr int64_t kMostRunBlocks = 65535;  // y of a grid
+constexpr int64_t kMostRunBlocks = 65535;  // of a grid, in y
 
-// A block has `lanes` neighbouring vectors of channels, and for each as many runs at a time as it
-// has rows of threads. grid x is the vector of the first lane, grid y the run of the first row.
+// A block has `lanes` neighbouring vectors of channels. For each vector it takes as many runs at a
+// time as it has rows of threads. grid x selects the vector of the first lane, grid y the run of
+// the first row.
 struct ConvolutionGrid {
   int lanes = 1;
   int64_t tiles = 1;
 
   __host__ __device__ int rows() const { return kConvThreads / lanes; }
-  // Runs that are under way at a time, with `blocks` blocks on a multiprocessor.
+  // The number of runs in progress at a time, with `blocks_at_once` blocks a multiprocessor.
   int64_t places(int multiprocessors, int blocks_at_once) const {
     const int64_t blocks = int64_t{multiprocessors} * blocks_at_once / tiles;
     return (blocks > 0 ? blocks : 1) * rows();
@@ -28,7 +30,7 @@ struct ConvolutionGrid {
     return dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(wanted < most ? wanted : most));
   }
 };
-// A warp's width, or less where that leaves fewer threads idle.
+// Chooses a warp's width, or a smaller width if that leaves fewer threads idle.
 inline ConvolutionGrid convolution_grid(int64_t D, int channels) {
   const int64_t vectors = (D + channels - 1) / channels;
   ConvolutionGrid grid{32, (vectors + 31) / 32};
@@ -41,8 +43,8 @@ inline ConvolutionGrid convolution_grid(int64_t D, int channels) {
 
 template <int kC>
 struct Place {
-  int64_t channel, row, rows;  // first channel; first run, and how many are taken at a time
-  int valid;                   // channels that there are
+  int64_t channel, row, rows;  // first channel; first run, runs taken at a time
+  int valid;                   // number of channels that exist
 
   __device__ __forceinline__ Place(const Convolution& p, const ConvolutionGrid& grid)
       : channel((int64_t{blockIdx.x} * grid.lanes + threadIdx.x % grid.lanes) * kC),
@@ -51,9 +53,9 @@ struct Place {
         valid(static_cast<int>(clamp(p.D - channel, 0, kC))) {}
 };
 
-// Some tokens of one sequence; all of the sequence's are [start, end).
+// Some tokens of one sequence. The whole sequence is [start, end).
 struct Piece {
-  int64_t row, n;      // batch row; of cache and state, -1: the sequence has none
+  int64_t row, n;      // batch row; index of cache and state, -1: none
   int64_t start, end;  // tokens of the sequence
   int64_t from, to;    // tokens of the piece
 };
@@ -67,15 +69,15 @@ __device__ __forceinline__ Piece sequence(const Convolution& p, int64_t n) {
 }
 
 // The pieces of a run, one after the other. A token belongs to the last sequence that starts at or
-// before it. With wrong offsets a search finds some sequence, which then too starts at or before
-// the token and ends after it.
+// before it. With wrong offsets the search still finds some sequence that starts at or before the
+// token and ends after it.
 class Pieces {
  public:
   __device__ __forceinline__ Pieces(const Convolution& p, int64_t run)
       : row_(run / p.runs.count), t_((run - row_ * p.runs.count) * p.runs.tokens) {
     end_ = min(t_ + p.runs.tokens, p.T);
     if (p.cu_seqlens.data == nullptr) return;
-    int64_t behind = p.N + 1;  // of n_: offsets from there on are taken to be above t_
+    int64_t behind = p.N + 1;  // for n_: offsets from here on are taken to be above t_
     while (n_ + 1 < behind) {
       const int64_t middle = (n_ + behind) / 2;
       if (index_at(p.cu_seqlens, middle) <= t_)
@@ -101,10 +103,10 @@ class Pieces {
 
  private:
   int64_t row_, t_, end_;
-  int64_t n_ = -1;  // the last sequence that starts at or before t_, -1 where none does
+  int64_t n_ = -1;  // the last sequence that starts at or before t_, or -1
 };
 
-// Where the channels of a thread start in a token of x or dy.
+// The address of a thread's channels in a token of x or dy.
 template <class T, int kC>
 __device__ __forceinline__ const T* row_of(const TokenRows& x, int64_t row, int64_t t,
                                            const Place<kC>& place) {
@@ -117,7 +119,8 @@ __device__ __forceinline__ Vec<T, kC> load_row(const Convolution& p, const T* ro
   return p.aligned ? load_aligned<T, kC>(row, true) : load_each<T, kC>(row, place.valid);
 }
 
-// `count` tokens from t on, then zeros. kWhole: there are as many as wanted, and aligned.
+// Loads `count` tokens from t on, then zeros. kWhole: there are kAtOnce tokens, and they are
+// aligned.
 template <int kAtOnce, bool kWhole, class T, int kC>
 __device__ __forceinline__ void load_tokens(Vec<T, kC>* out, const Convolution& p,
                                             const TokenRows& x, const Piece& piece, int64_t t,
@@ -134,7 +137,7 @@ __device__ __forceinline__ void load_tokens(Vec<T, kC>* out, const Convolution& 
   }
 }
 
-// Elements of [N, D, W], of all channels at one of the W.
+// Loads elements of [N, D, W]: the thread's channels at index i of W.
 template <class T, int kC>
 __device__ __forceinline__ Vec<T, kC> load_of_state(const void* state, const Convolution& p,
                                                     int64_t n, int64_t i, const Place<kC>& place) {
@@ -147,7 +150,7 @@ __device__ __forceinline__ Vec<T, kC> load_of_state(const void* state, const Con
   return x;
 }
 
-// x of a token, which may lie up to W before its sequence: from the cache, or 0.
+// Loads x of a token, which may be up to W before its sequence: then from the cache, or 0.
 template <class T, int kC>
 __device__ __forceinline__ Vec<T, kC> load_input(const Convolution& p, const Piece& piece,
                                                  int64_t t, const Place<kC>& place) {
@@ -159,8 +162,8 @@ __device__ __forceinline__ Vec<T, kC> load_input(const Convolution& p, const Pie
   return zero;
 }
 
-// Taps of each channel in the order of their tokens: elements [channel, kW] of a weight, or with
-// kW = 1 of a bias.
+// Loads the taps of each channel in the order of their tokens: elements [channel, kW] of a weight,
+// or with kW = 1 of a bias.
 template <int kW, int kC>
 __device__ __forceinline__ void load_taps(const void* data, DType dtype, bool aligned,
                                           const Place<kC>& place, float (&w)[kW][kC]) {
@@ -214,7 +217,8 @@ __device__ __forceinline__ float silu_slope(float z) {
   return fmaf(z * s, 1.f - s, s);
 }
 
-// The gradient that the state after a sequence gives to one of its last W tokens, else 0.
+// The gradient of one of a sequence's last W tokens from the state after the sequence; 0 for other
+// tokens.
 template <class T, int kC>
 __device__ __forceinline__ void state_gradient(const Convolution& p, const Piece& piece, int64_t t,
                                                const Place<kC>& place, float (&dx)[kC]) {
@@ -226,8 +230,8 @@ __device__ __forceinline__ void state_gradient(const Convolution& p, const Piece
   for (int i = 0; i < kC; ++i) dx[i] = x[i];
 }
 
-// The last W inputs of sequence n, bit for bit except for the payload of NaN. kW is W, or 0 where
-// that is not known.
+// Stores the last W inputs of sequence n, bit for bit except for the payload of NaN. kW is W, or 0
+// if W is not known at compile time.
 template <int kW, class T, int kC>
 __device__ __forceinline__ void store_state(const Convolution& p, int64_t n,
                                             const Place<kC>& place) {
@@ -248,8 +252,8 @@ __device__ __forceinline__ void store_state(const Convolution& p, int64_t n,
   }
 }
 
-// Adds up what the threads of a block have summed for its channels, one row after the other: rows
-// first .. first + kSums - 1 of its partial sums of dw and dbias.
+// Adds the sums of a block's threads for its channels, one row after the other, and stores them as
+// rows first .. first + kSums - 1 of its partial sums of dw and dbias.
 template <int kSums, int kC>
 __device__ __forceinline__ void store_partials(const Convolution& p, const ConvolutionGrid& grid,
                                                int64_t first, const float (&sums)[kSums][kC]) {
@@ -272,7 +276,7 @@ __device__ __forceinline__ void store_partials(const Convolution& p, const Convo
   __syncthreads();  // s_sums is read
 }
 
-// f(Type<T>, integral_constant of W), for W up to kUnrolledTaps.
+// Calls f(Type<T>, integral_constant of W), for W up to kUnrolledTaps.
 template <class F>
 void with_taps(const Convolution& p, F&& f) {
   with_dtype(p.dtype, [&](auto type) {

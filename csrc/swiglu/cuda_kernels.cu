@@ -1,11 +1,11 @@
 // SwiGLU, with s = σ(gate):
 //   y = gate s up      dgate = dy s (1 + gate (1 − s)) up      dup = dy gate s
 //
-// grid    a thread has kAtOnce packs of 16 bytes, a block's width apart, of every gridDim.y-th row;
+// grid    a thread has kAtOnce packs of 16 bytes, a block's width apart, in every gridDim.y-th row;
 //         contiguous tensors are one row
 // reads   gate, up, backward dy [rows, D]
-// writes  y; or dgate, dup and, if asked for, y [rows, D]
-// Everything is fp32, results are rounded once; an element's bits depend on nothing but itself.
+// writes  y; or dgate, dup and, if requested, y [rows, D]
+// Everything is fp32; results are rounded once. An element's bits depend only on the element.
 #include "cuda/device/activation.cuh"
 #include "cuda/device/vec.cuh"
 #include "cuda_kernels.h"
@@ -13,17 +13,17 @@
 namespace gla_ext::cuda {
 namespace {
 
-constexpr int kSwigluThreads = 256;   // of a block, at most
+constexpr int kSwigluThreads = 256;   // threads of a block, at most
 constexpr int kAtOnce = 2;            // packs of a thread
-constexpr int64_t kMostRows = 65535;  // of a grid
+constexpr int64_t kMostRows = 65535;  // rows of a grid
 
 template <class T>
-constexpr int kElements = 16 / sizeof(T);  // of a pack
+constexpr int kElements = 16 / sizeof(T);  // elements of a pack
 
 template <class T>
 using RowPack = Vec<T, kElements<T>>;
 
-// Row blockIdx.y, and after each next() the one gridDim.y further.
+// Row blockIdx.y, and after each next() the row that is gridDim.y further.
 class Row {
  public:
   __device__ __forceinline__ explicit Row(const Swiglu& p) : row_(blockIdx.y) {
@@ -42,7 +42,7 @@ class Row {
   }
   __device__ __forceinline__ bool is_there(const Swiglu& p) const { return row_ < p.rows; }
 
-  // The pack of an input from `column` on, zeros where it has fewer elements.
+  // Loads the pack of an input from `column` on; elements that do not exist are zero.
   template <Access kAccess, class T>
   __device__ __forceinline__ RowPack<T> load(const StridedRows& rows, int64_t column,
                                              int valid) const {
@@ -72,7 +72,7 @@ class Columns {
       : first_((int64_t{blockIdx.x} * (blockDim.x * kAtOnce) + threadIdx.x) * kElements<T>),
         left_(p.width - first_) {}
   __device__ __forceinline__ int64_t column(int r) const { return first_ + between(r); }
-  // Elements of pack r that are there.
+  // The number of elements of pack r that exist.
   __device__ __forceinline__ int valid(int r) const {
     const int64_t left = left_ - between(r);
     return left < kElements<T> ? max(static_cast<int>(left), 0) : kElements<T>;
@@ -84,13 +84,13 @@ class Columns {
   int64_t first_, left_;
 };
 
-// gate s, and s.
+// Returns gate s and sets s.
 template <class T>
 __device__ __forceinline__ float silu(float gate, float& s) {
   if constexpr (std::is_same_v<T, float>) {
     const float below = 1.f + expf(-gate);
     s = 1.f / below;
-    return gate / below;  // not gate s, which rounds once more
+    return gate / below;  // not gate * s, which rounds once more
   } else {
     s = sigmoid<T>(gate);
     return gate * s;
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kSwigluThreads) backward(const __grid_constant
   }
 }
 
-// f(Type<T>, Constant<Access>, grid, threads)
+// Calls f(Type<T>, Constant<Access>, grid, threads).
 template <class F>
 void with_grid(const Swiglu& p, F&& f) {
   with_dtype(p.dtype, [&](auto type) {

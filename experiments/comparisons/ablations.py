@@ -20,8 +20,6 @@ VARIANTS = {
     "GLA, 8 heads": ("gla", 8, 15.29),
     "GLA, 1 head": ("gla", 1, 14.61),
 }
-LAYERS = {name: (layer, heads) for name, (layer, heads, _) in VARIANTS.items()}
-PAPERS = {name: perplexity for name, (*_, perplexity) in VARIANTS.items()}
 
 
 @dataclass(frozen=True)
@@ -46,18 +44,8 @@ SCALES = {
 
 def text_run(size: Scale, text: str, layer: str, heads: int, lr: float) -> Run:
     """A run on text, with seed 0."""
-    return Run(
-        task="text",
-        layer=layer,
-        width=size.width,
-        layers=size.layers,
-        heads=heads,
-        seq_len=size.seq_len,
-        batch_size=size.batch_size,
-        steps=size.steps,
-        lr=lr,
-        text=text,
-    )
+    sizes = {name: value for name, value in vars(size).items() if name not in ("rates", "seeds")}
+    return Run(task="text", layer=layer, heads=heads, lr=lr, text=text, **sizes)
 
 
 @dataclass(frozen=True)
@@ -65,18 +53,16 @@ class Comparison:
     """Variants beside one of them, on text.
 
     Attributes:
-        variants: a layer and its heads, by a name.
+        variants: a layer and its heads, by a name; or these and the paper's perplexity, which then
+            makes a column and orders the rows.
         beside: the variant that the others are compared with.
         heads: of the columns of names and of probabilities.
-        papers: the paper's perplexity of each variant, which makes a column and orders the rows.
-            Default: None (no column).
         measure: bits a byte of a result, NaN of a run that diverged. Default: the score.
     """
 
-    variants: Mapping[str, tuple[str, int]]
+    variants: Mapping[str, tuple]
     beside: str
     heads: tuple[str, str]
-    papers: Mapping[str, float] | None = None
     measure: Callable[[Result], float] = attrgetter("score")
 
     def runs(self, scale: str, results: Results, text: str) -> Iterator[Run]:
@@ -87,7 +73,8 @@ class Comparison:
         """A table of variants, with the probability that each is no other than `beside`, and what
         may be said; '' while there are no results.
         """
-        sweep, papers = self._sweep(scale, results, text), self.papers
+        sweep = self._sweep(scale, results, text)
+        papers = {name: of[2] for name, of in self.variants.items() if len(of) > 2}
         names = sorted(self.variants, key=papers.__getitem__) if papers else [*self.variants]
         found = {name: results.of(sweep.chosen(name, whole=False)) for name in names}
         measured = {name: [self.measure(x) for x in done] for name, done in found.items() if done}
@@ -110,10 +97,10 @@ class Comparison:
         size = SCALES[scale]
 
         def make(name: str, lr: float) -> Run:
-            return text_run(size, text, *self.variants[name], lr)
+            return text_run(size, text, *self.variants[name][:2], lr)
 
         return Sweep(make, size.rates, size.seeds, results)
 
 
-_COMPARISON = Comparison(LAYERS, "GLA, 4 heads", ("variant", "p, against GLA"), PAPERS)
+_COMPARISON = Comparison(VARIANTS, "GLA, 4 heads", ("variant", "p, against GLA"))
 runs, report = _COMPARISON.runs, _COMPARISON.report

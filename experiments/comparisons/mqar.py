@@ -84,21 +84,10 @@ def _run(
     size: Scale, difficulty: Difficulty, width: int, layer: str, lr: float, seed: int = 0
 ) -> Run:
     seq_len, pairs, batch_size = difficulty
-    return Run(
-        task="recall",
-        layer=layer,
-        width=width,
-        layers=2,
-        heads=2,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        steps=size.steps // 2 if layer in SLOW_LAYERS else size.steps,
-        lr=lr,
-        seed=seed,
-        pairs=pairs,
-        examples=size.examples,
-        tied=True,
-    )
+    task = {"seq_len": seq_len, "pairs": pairs, "batch_size": batch_size}
+    model = {"layer": layer, "width": width, "layers": 2, "heads": 2, "tied": True}
+    steps = size.steps // 2 if layer in SLOW_LAYERS else size.steps
+    return Run("recall", **model, **task, steps=steps, lr=lr, seed=seed, examples=size.examples)
 
 
 def report(scale: str, results: Results, text: str, folder: Path) -> str:

@@ -12,9 +12,6 @@ VARIANTS = {
     "β, values": ("values alone", 4, 15.15),
     "none": ("no gate", 4, 23.21),
 }
-LAYERS = {name: (layer, heads) for name, (layer, heads, _) in VARIANTS.items()}
-PAPERS = {name: perplexity for name, (*_, perplexity) in VARIANTS.items()}
 
-
-_COMPARISON = Comparison(LAYERS, "α, keys", ("gates", "p, against keys"), PAPERS)
+_COMPARISON = Comparison(VARIANTS, "α, keys", ("gates", "p, against keys"))
 runs, report = _COMPARISON.runs, _COMPARISON.report

@@ -1,4 +1,4 @@
-"""Caches of recurrent states, one entry a layer: a plain one, and one whose tensors never move."""
+"""Caches of recurrent states, one entry per layer: GLACache, and one whose tensors never move."""
 
 from gla_ext.cache.states import GLACache
 from gla_ext.cache.static import StaticGLACache

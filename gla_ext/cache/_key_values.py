@@ -1,26 +1,28 @@
-"""What an attention layer keeps of the tokens that it has seen."""
+"""The keys and values that an attention layer keeps of earlier tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FEWEST = 256  # tokens that there is room for
+FEWEST = 256  # least number of tokens to allocate room for
 
 
 def sequence_of(offsets: Tensor, T: int) -> Tensor:
-    """Which of N sequences each of T tokens of a packed row is in, int64 `[T]`; N - 1 after all."""
+    """The index of the sequence of each of T packed tokens, int64 `[T]`; N - 1 after the last
+    one.
+    """
     tokens = torch.arange(T, dtype=offsets.dtype, device=offsets.device)
     found = torch.searchsorted(offsets, tokens, right=True) - 1
     return found.clamp(0, max(len(offsets) - 2, 0))
 
 
 def room_for(count: int, window: int | None = None) -> int:
-    """A power of two of tokens, FEWEST or more; a window needs no more than its own."""
+    """The number of tokens to allocate: a power of two, at least FEWEST, at most the window."""
     room = max(FEWEST, 1 << max(count - 1, 0).bit_length())
     return room if window is None else min(room, window)
 
@@ -28,13 +30,13 @@ def room_for(count: int, window: int | None = None) -> int:
 class KeyValues:
     """Keys and values of N sequences, rotated to their positions.
 
-    Token p lies in slot p, or with a window in slot p % window: a ring of its last tokens.
+    Token p is in slot p, or with a window in slot p % window: a ring buffer of the last tokens.
 
     Attributes:
         keys, values: `[N, room, HK, D]`.
-        lengths: int64 `[N]`, number of tokens that each sequence has had.
-        longest: at least the greatest of these, known without reading them.
-        even: whether all of them are `longest`.
+        lengths: int64 `[N]`, number of tokens of each sequence so far.
+        longest: an upper bound of lengths, known without reading them.
+        even: whether all lengths equal `longest`.
         window: number of tokens that are kept, or None (all).
     """
 
@@ -52,7 +54,7 @@ class KeyValues:
 
     @classmethod
     def empty(cls, like: Tensor, N: int, window: int | None, room: int = 0) -> KeyValues:
-        """No token yet of N sequences; like is a key, `[.., HK, D]`."""
+        """N sequences without tokens yet; `like` is a key, `[.., HK, D]`."""
         with torch.inference_mode(False):
             keys, values = (like.new_zeros(N, room, *like.shape[-2:]) for _ in range(2))
             lengths = torch.zeros(N, dtype=torch.long, device=like.device)
@@ -63,20 +65,22 @@ class KeyValues:
         return self.keys.shape[1]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> KeyValues:
-        """`function` of every tensor, which keeps or chooses sequences."""
+        """Applies `function` to every tensor; it must keep or select sequences."""
         tensors = map(function, (self.keys, self.values, self.lengths))
         return KeyValues(*tensors, self.longest, self.even, self.window)
 
     def snapshot(self) -> KeyValues:
-        """The same, for good: of a ring slots are written over, else those after the lengths."""
+        """A copy that later tokens do not change. Only a ring buffer overwrites slots below the
+        lengths, so without a window keys and values are not copied.
+        """
         if self.window is not None:
             return self.map(Tensor.clone)
         tensors = (self.keys, self.values, self.lengths.clone())
         return KeyValues(*tensors, self.longest, self.even, None)
 
     def reserve(self, count: int) -> bool:
-        """Makes room for sequences of so many tokens; returns whether there was none, and the keys
-        and values lie elsewhere now.
+        """Makes room for sequences of `count` tokens. Returns whether keys and values had to be
+        moved for that.
         """
         room = room_for(count, self.window)
         if room <= self.room:
@@ -85,19 +89,19 @@ class KeyValues:
             for name in ("keys", "values"):
                 old = getattr(self, name)
                 new = old.new_zeros(old.shape[0], room, *old.shape[2:])
-                # Of a ring that is not yet full, slots are positions, and stay so.
+                # In a ring buffer that is not yet full, slots are still positions.
                 setattr(self, name, torch.cat([old, new[:, old.shape[1] :]], 1))
         return True
 
     def with_tokens(
         self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, longest: int | None = None
     ) -> KeyValues:
-        """What is kept after further tokens; this one stays as it is.
+        """The keys and values after further tokens; this object does not change.
 
         Args:
-            k, v: `[N, T, HK, D]`, or of packed sequences `[1, T, HK, D]`.
+            k, v: `[N, T, HK, D]`, or for packed sequences `[1, T, HK, D]`.
             cu_seqlens: int `[N + 1]`, offsets of packed sequences. Default: None.
-            longest: at least the most tokens of a packed one. Default: None (T).
+            longest: upper bound of the new tokens of a packed sequence. Default: None (T).
         """
         N, T = len(self.lengths), k.shape[1]
         even = self.even and cu_seqlens is None
@@ -112,7 +116,7 @@ class KeyValues:
         slot = torch.arange(room, device=k.device)
         if self.window is None:
             position = slot.expand(N, -1)
-        else:  # the last one before the new length that lies in this slot
+        else:  # the last position before the new length that is in this slot
             last = lengths.unsqueeze(1) - 1
             position = last - (last - slot) % self.window
         new = (position >= self.lengths.unsqueeze(1)) & (position < lengths.unsqueeze(1))
@@ -132,8 +136,8 @@ class KeyValues:
         self.reserve(self.longest)
 
     def write_token(self, k: Tensor, v: Tensor, waits: Tensor | None = None) -> None:
-        """Writes one token of every sequence, k and v `[N, 1, HK, D]`, for which there is room,
-        where the tensors lie. Sequences that wait, bool `[N]`, stay as they are.
+        """Writes one token of every sequence, k and v `[N, 1, HK, D]`, in place; there must be
+        room. Sequences where `waits`, bool `[N]`, is True stay unchanged.
         """
         rows = torch.arange(len(self.lengths), device=k.device)
         slot = self.lengths if self.window is None else self.lengths % self.window
@@ -149,14 +153,15 @@ class KeyValues:
     def in_order(
         self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, longest: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
-        """Further tokens behind those before them that they may see, all in one row.
+        """All keys and values that further tokens may see, earlier ones first, packed in one row.
 
         Args:
-            k, v, cu_seqlens, longest: as for `with_tokens`.
+            k, v, cu_seqlens, longest: as in `with_tokens`.
 
         Returns:
-            Keys and values `[TK, HK, D]`, offsets `[N + 1]` of the further tokens alone and of all,
-            and at least the most of a sequence, of both. TK follows from shapes and `longest`.
+            Keys and values `[TK, HK, D]`; offsets `[N + 1]` of the further tokens, and of all
+            tokens; upper bounds of the tokens of one sequence, for both. TK follows from shapes and
+            `longest`.
         """
         N, T = len(self.lengths), k.shape[1]
         if cu_seqlens is None:
@@ -182,7 +187,7 @@ class KeyValues:
 
 
 def _put(old: Tensor, tokens: Tensor, index: Tensor, new: Tensor) -> Tensor:
-    """`tokens[index]` `[N, room, HK, D]` where new, elsewhere what was there."""
+    """`tokens[index]` `[N, room, HK, D]` where `new` is True, the old values elsewhere."""
     chosen, new = tokens[index], new[..., None, None]
     if old.shape[1] == 0:
         return chosen.where(new, 0)
@@ -191,21 +196,20 @@ def _put(old: Tensor, tokens: Tensor, index: Tensor, new: Tensor) -> Tensor:
 
 
 def tensors_in(entry: dict[str, Any]) -> list[Tensor]:
-    """Those of a cache's entry."""
+    """All tensors of a cache's entry."""
     found: list[Tensor] = []
-
-    def keep(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
-    for value in entry.values():
-        map_tensors(keep, value)
+    map_entry(lambda x: found.append(x) or x, entry)
     return found
 
 
+def map_entry(function: Callable[[Tensor], Tensor], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a cache's entry in which a function is applied to every tensor."""
+    return {key: map_tensors(function, entry[key]) for key in entry}
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`function` of a tensor, or of every tensor in a tuple, a list or keys and values; what else
-    there is stays.
+    """Applies `function` to a tensor, or to every tensor in a tuple, a list or a KeyValues. Other
+    values are returned as they are.
     """
     if isinstance(value, KeyValues):
         return value.map(function)

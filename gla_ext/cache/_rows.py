@@ -1,4 +1,4 @@
-"""Rows of a cache that prompts pass in: what they find there, and what they leave on their way."""
+"""Rows of a cache during prefill: the states that prompts start from, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from gla_ext.cache._key_values import map_tensors
 
 
 class Checkpoints:
-    """Which rows of a `StaticGLACache` keep what N prompts, packed, have come to on their way.
+    """The rows of a `StaticGLACache` that store states in the middle of N packed prompts.
 
     Args:
-        every: after so many tokens of each prompt there may be one, a multiple of 64.
-        rows: int64 `[total]`, the row of each, -1 for none: `checkpoint_slots` of `chunk_gla_`.
-        cu_starts: int64 `[N + 1]`, which of these are a prompt's: its `checkpoint_cu_starts`.
-        ends: int64 `[M]`, for the convolutions: after how many tokens of all there is one.
-        end_rows: int64 `[M]`, the row of each of these.
+        every: distance of checkpoints in tokens of a prompt, a multiple of 64.
+        rows: int64 `[total]`, the row of each checkpoint, -1 for none: `checkpoint_slots` of
+            `chunk_gla_`.
+        cu_starts: int64 `[N + 1]`, offsets of each prompt's checkpoints: its
+            `checkpoint_cu_starts`.
+        ends: int64 `[M]`, for the convolutions: token offsets in the packed row of the checkpoints.
+        end_rows: int64 `[M]`, the rows of these checkpoints.
     """
 
     def __init__(
@@ -30,21 +32,21 @@ class Checkpoints:
         self._places: dict[int, Tensor] = {}
 
     def keep_inputs(self, buffer: Tensor, x: Tensor) -> None:
-        """Writes the last inputs of a convolution at each checkpoint: into the buffer `[P, D, W]`,
-        W at most `every`, those of its inputs x `[1, T, D]`.
+        """Writes a convolution's last inputs at each checkpoint to the buffer `[P, D, W]`, where W
+        is at most `every`. x `[1, T, D]` are its inputs.
         """
         W = buffer.shape[-1]
         if W not in self._places:  # the same for every layer
             places = self._ends.unsqueeze(1) + torch.arange(-W, 0, device=x.device)
-            self._places[W] = places.clamp_min(0)  # of one that nobody wants
+            self._places[W] = places.clamp_min(0)  # a checkpoint that is not kept
         places = self._places[W]
         last = x[0].index_select(0, places.flatten()).view(*places.shape, x.shape[-1])
         buffer.index_copy_(0, self._end_rows, last.transpose(1, 2).to(buffer.dtype))
 
 
 class Gathered(Mapping[str, Any]):
-    """Some rows, int64 `[N]`, of a layer's entry, each state copied when it is asked for. Where
-    goes_on, bool `[N]`, is False, it is 0 in place of what the row holds.
+    """Some rows, int64 `[N]`, of a layer's entry. Each state is copied when it is read. Where
+    goes_on, bool `[N]`, is False, the state is 0 instead of the row's content.
     """
 
     def __init__(self, entry: dict[str, Any], rows: Tensor, goes_on: Tensor | None = None) -> None:

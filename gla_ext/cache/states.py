@@ -1,4 +1,4 @@
-"""A cache of recurrent states, one entry a layer."""
+"""A cache of recurrent states, one entry per layer."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_ext.cache._key_values import KeyValues, map_tensors
+from gla_ext.cache._key_values import KeyValues, map_entry
 from gla_ext.cache._past import Past
 
 
 class GLACache:
     """The states of a stack of layers.
 
-    The layers of GLA ask for `len(cache)`, `cache[layer_idx]["recurrent_state"]` and
-    `cache.update(...)` alone, so any cache that has these serves as well (FLA's does). The
-    memory of an entry does not depend on the number of tokens seen: `H * V * K * 4` bytes a
-    sequence. An attention layer of a hybrid model keeps its keys and values here, in room that
-    doubles when it is full, or of a window; they are written in place, so a copy of a cache is made
-    by `copy.deepcopy`.
+    The GLA layers only use `len(cache)`, `cache[layer_idx]["recurrent_state"]` and
+    `cache.update(...)`, so any cache that has these works too (FLA's does). The memory of an entry
+    does not depend on the number of tokens: `H * V * K * 4` bytes per sequence. An attention layer
+    of a hybrid model stores its keys and values here. Their buffer is as large as the window, or
+    doubles when it is full. They are written in place, so use `copy.deepcopy` to copy a cache.
 
     Attributes:
-        in_place: whether a layer that decodes writes the next state over the one it finds here.
-        slots: int64 `[B]`, the rows of a batch in place, -1 for one that waits; None where all go
-            on.
+        in_place: whether a layer that decodes overwrites the state in this cache.
+        slots: int64 `[B]`, the rows of a batch in place, -1 for a row that waits; None if no row
+            waits.
     """
 
     in_place = False
     slots: Tensor | None = None
-    bucket: int | None = None  # number of keys that a step reads, where not all that there are
-    max_seqlen: int | None = None  # of the packed sequences that pass now, if it is known
-    is_compileable = False  # generate() of transformers asks: entries are added as layers run
-    # It asks too, from 5.24 on, by layer, and goes by get_seq_length() only where not all say so.
+    bucket: int | None = None  # number of keys that a token step reads, if not all
+    max_seqlen: int | None = None  # of the packed sequences of the current call, if known
+    is_compileable = False  # for generate() of transformers: entries are added as layers run
+    # Also for transformers, from 5.24 on; one value per layer. Only if not all are True it uses
+    # get_seq_length().
     is_linear = (False,)
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class GLACache:
 
     @property
     def num_sequences(self) -> int | None:
-        """How many sequences there are states of; None before any has one."""
+        """Number of sequences that have states; None if there are none."""
         for entry in self.states:
             if entry["recurrent_state"] is not None:
                 return entry["recurrent_state"].shape[0]
@@ -71,17 +71,17 @@ class GLACache:
         attn_state: KeyValues | None = None,
         offset: int = 1,
     ) -> dict[str, Any]:
-        """Replaces what is given of one layer's state; what is None stays as it was.
+        """Replaces the given parts of one layer's state; parts that are None do not change.
 
         Args:
-            layer_idx: index of the layer. Entries below it that are not there yet are empty.
+            layer_idx: index of the layer. Missing entries below it are added, empty.
             recurrent_state: `[N, H, V, K]`, fp32. Default: None.
             conv_state: the last inputs of the short convolutions. Default: None.
             attn_state: keys and values of an attention layer. Default: None.
-            offset: number of tokens these states are further on. Default: 1.
+            offset: number of tokens by which these states are further. Default: 1.
 
         Returns:
-            The layer's entry, with the keys 'recurrent_state' and 'conv_state', and of an
+            The layer's entry, with the keys 'recurrent_state' and 'conv_state', and for an
             attention layer 'attn_state'.
         """
         while len(self.states) <= layer_idx:
@@ -103,8 +103,9 @@ class GLACache:
 
     @property
     def pending(self) -> Tensor | None:
-        """The last token that `generate` drew of each sequence, int64 `[B]`. It has not passed the
-        model: the next `generate` feeds it first. None, once other calls have moved the states on.
+        """The last token that `generate` drew for each sequence, int64 `[B]`. The model has not yet
+        processed it: the next `generate` does so first. None once other calls have changed the
+        states.
         """
         return self._pending if self._pending_at == self.get_seq_length() else None
 
@@ -113,7 +114,7 @@ class GLACache:
         self._pending, self._pending_at = tokens, self.get_seq_length()
 
     def prompt_rows(self, layer_idx: int | None) -> None:
-        """None: no layer's prompts pass in place, see `StaticGLACache`."""
+        """None: this cache has no buffers that prompts can use in place; see `StaticGLACache`."""
 
     def reset(self) -> None:
         """Empties the cache."""
@@ -122,11 +123,13 @@ class GLACache:
         self.pending = self.past = None
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the sequences named by indices, int64 `[N']`, in that order; repeats allowed."""
+        """Keeps the sequences with the given indices, int64 `[N']`, in that order; repeats
+        allowed.
+        """
         self._map(lambda state: state.index_select(0, indices.to(state.device)))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """`batch_select_indices` under the name that beam search knows."""
+        """`batch_select_indices` under the name that beam search uses."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -134,10 +137,10 @@ class GLACache:
         self._map(lambda state: state.repeat_interleave(repeats, dim=0))
 
     def activate_past_recording(self) -> None:
-        """Makes `crop` possible, which can take back all tokens of the last call, and at least 64.
-        transformers' assisted decoding calls this; a second call changes nothing.
+        """Enables `crop`, which can then take back all tokens of the last call, and at least 64
+        tokens. transformers' assisted decoding calls this; a second call changes nothing.
 
-        Models of `gla_ext.hf` alone keep what it takes.
+        Only models of `gla_ext.hf` store the copies that `crop` needs.
         """
         if self.past is None:
             self.past = Past(self)
@@ -147,11 +150,11 @@ class GLACache:
         return self.past is not None
 
     def crop(self, count: int) -> None:
-        """Takes back the last tokens, so many below 0 of them, or all after the first count.
+        """Takes back the last -count tokens if count <= 0, else all tokens after the first count.
 
         Raises:
-            NotImplementedError: without `activate_past_recording` before.
-            ValueError: for more tokens than are kept.
+            NotImplementedError: if `activate_past_recording` was not called before.
+            ValueError: if the states at that token are no longer kept.
         """
         now = self.get_seq_length()
         length = max(now + count, 0) if count <= 0 else count
@@ -165,13 +168,12 @@ class GLACache:
         self.past.crop(self, length)
 
     def detach(self) -> None:
-        """Cuts the states from the graph that made them, for truncated backpropagation."""
+        """Detaches the states from the autograd graph, for truncated backpropagation."""
         self._map(torch.Tensor.detach)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         for entry in self.states:
-            for key, value in entry.items():
-                entry[key] = map_tensors(function, value)
+            entry |= map_entry(function, entry)
         if self._pending is not None:
             self._pending = function(self._pending)
         if self.past is not None:

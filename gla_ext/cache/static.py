@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_ext.cache._key_values import KeyValues, map_tensors, tensors_in
+from gla_ext.cache._key_values import KeyValues, map_entry, map_tensors, tensors_in
 from gla_ext.cache._rows import Checkpoints, Gathered
 from gla_ext.cache.states import GLACache
 
@@ -17,28 +17,29 @@ from gla_ext.cache.states import GLACache
 class StaticGLACache(GLACache):
     """A cache of B sequences whose tensors never move, for CUDA graphs and long decoding.
 
-    The first states that come are copied into buffers, and all later ones over them; a layer that
-    decodes one token writes its recurrent state there itself. No gradient passes through it.
+    The first states are copied into new buffers, and all later states over them. A layer that
+    decodes one token writes its recurrent state there directly. No gradient passes through the
+    cache.
 
-    Only the keys and values of attention layers move, when `reserve` makes more room for them.
+    Only the keys and values of attention layers move, if `reserve` makes more room for them.
 
     Args:
         batch_size: B.
-        done: bool `[B]`, which is read at every step: the states of these rows stay as they are.
+        done: bool `[B]`, read at every token step: the states of rows with True do not change.
             Default: None (every row goes on).
 
     Attributes:
-        longest: at least the number of tokens of every row, where there is attention: whoever
-            decodes counts them.
+        longest: with attention, an upper bound of the tokens of every row; the decoding code counts
+            it.
         moves: how often keys and values have moved.
-        attends: whether an attention layer has stored here.
+        attends: whether an attention layer has stored keys and values here.
     """
 
     in_place = True
-    room = 0  # tokens that keys and values have room for from the start
-    state_dtype: torch.dtype | None = None  # of recurrent states in the buffers, if not theirs
-    counts = True  # False where who decodes counts tokens and makes room
-    zeroed: int | None = None  # rows of the buffers that are 0 at first, if not all
+    room = 0  # tokens that keys and values have room for initially
+    state_dtype: torch.dtype | None = None  # dtype of the states in the buffers, if not their own
+    counts = True  # False if the decoding code counts tokens and makes room
+    zeroed: int | None = None  # number of rows of the buffers that are zeroed first, if not all
 
     def __init__(self, batch_size: int, done: Tensor | None = None) -> None:
         super().__init__()
@@ -65,9 +66,9 @@ class StaticGLACache(GLACache):
         return Gathered(entry, self._sources, self._goes_on)
 
     def prompt_rows(self, layer_idx: int | None) -> dict[str, Any] | None:
-        """Where a layer's prompts pass in place, as `chunk_gla_` takes it: the buffer, their rows
-        in it, whether they go on, and checkpoints. None outside of `prefill`, and before there is a
-        buffer.
+        """Arguments of `chunk_gla_` that let a layer process prompts in place: the buffer, the
+        prompts' rows, whether they start from a state, and checkpoints. None outside of `prefill`,
+        and before the buffer exists.
         """
         if not self._prefills or layer_idx is None or layer_idx >= len(self.states):
             return None
@@ -86,29 +87,31 @@ class StaticGLACache(GLACache):
         return found
 
     def keep_inputs(self, layer_idx: int, inputs: Sequence[Tensor]) -> None:
-        """Keeps what a layer's convolutions, `[1, T, D]` each, go on from at the checkpoints."""
+        """Stores the inputs of a layer's convolutions, `[1, T, D]` each, that checkpoints need."""
         if self._checkpoints is not None:
             for buffer, x in zip(self.states[layer_idx]["conv_state"], inputs, strict=True):
                 self._checkpoints.keep_inputs(buffer, x)
 
     @property
     def attention(self) -> list[KeyValues]:
-        """What every attention layer keeps."""
+        """The keys and values of every attention layer."""
         return [entry["attn_state"] for entry in self.states if "attn_state" in entry]
 
     def expect_token(self, kept: KeyValues) -> None:
-        """Makes room for a step's keys and values, unless that is done elsewhere."""
+        """Makes room for the keys and values of a token step, unless the decoding code does
+        that.
+        """
         if self.counts:
             kept.longest += 1
             self.moves += kept.reserve(kept.longest)
 
     def reserve(self, count: int) -> None:
-        """Makes room for rows of so many tokens, in powers of two."""
+        """Makes room for rows of `count` tokens, rounded up to a power of two."""
         moved = [kept.reserve(count) for kept in self.attention]
         self.moves += any(moved)
 
     def count_longest(self) -> None:
-        """Sets `longest` to the length of the longest row, which it waits for."""
+        """Sets `longest` to the length of the longest row; waits for the device."""
         self.longest = max((int(kept.lengths.max()) for kept in self.attention[:1]), default=0)
 
     @property
@@ -116,7 +119,7 @@ class StaticGLACache(GLACache):
         return None if self._prefills else self._slots
 
     def skip_done(self) -> None:
-        """Makes `slots` follow `done`."""
+        """Updates `slots` from `done`."""
         torch.where(self._done, self._no_row, self._every_row, out=self._slots)
 
     @contextlib.contextmanager
@@ -131,23 +134,25 @@ class StaticGLACache(GLACache):
         goes_on: Tensor | None = None,
         checkpoints: Checkpoints | None = None,
     ) -> Iterator[None]:
-        """Inside, sequences take rows, done or not, and what layers store replaces these.
+        """While active, sequences use the given rows, done or not, and layers overwrite their
+        states.
 
-        The last three are for models without attention.
+        The last three arguments are for models without attention.
 
         Args:
-            rows: int64 `[N]`, the rows of the N sequences; the others stay as they are. Default:
-                None (all B of them).
-            keep: layers find the rows' states, and not none. Default: False.
-            before: with keep, at least the number of tokens that each of the rows has had; read
-                where there is attention. Default: 0.
-            max_seqlen: at least the length of each of the sequences. Default: None (unknown).
-            sources: int64 `[N]`, with keep, the rows that layers find, which stay as they are.
-                Default: None (rows).
-            goes_on: bool `[N]`, with keep: False finds none for this sequence. Default: None (all
-                go on).
-            checkpoints: what layers keep on the way, in other rows; they are GLA's and not in mode
-                'fused_recurrent'. Default: None.
+            rows: int64 `[N]`, the rows of the N sequences; other rows do not change. Default: None
+                (all B rows).
+            keep: whether sequences start from the states of the rows instead of zero.
+                Default: False.
+            before: with keep, an upper bound of the tokens of each row so far; only used with
+                attention. Default: 0.
+            max_seqlen: an upper bound of the length of the sequences. Default: None (unknown).
+            sources: int64 `[N]`, with keep, the rows whose states sequences start from; they are
+                not changed. Default: None (rows).
+            goes_on: bool `[N]`, with keep: a sequence with False starts from zero. Default: None
+                (all True).
+            checkpoints: rows that store states in the middle of the prompts. All layers must be GLA
+                and not in mode 'fused_recurrent'. Default: None.
         """
         self._prefills, self._starts, self._rows = True, not keep, rows
         self._sources = rows if sources is None else sources
@@ -164,7 +169,7 @@ class StaticGLACache(GLACache):
 
     @torch.no_grad()
     def load(self, cache: GLACache) -> None:
-        """Copies the states of a cache of B sequences over these."""
+        """Overwrites the states with those of a cache of B sequences."""
         with self.prefill():
             for layer_idx, entry in enumerate(cache):
                 self.update(layer_idx=layer_idx, **entry)
@@ -172,13 +177,12 @@ class StaticGLACache(GLACache):
 
     @torch.no_grad()
     def save(self, cache: GLACache, offset: int) -> None:
-        """Puts copies of the states into a cache, as of so many more tokens."""
+        """Copies the states into a cache, and adds `offset` tokens to its count."""
         for kept in self.attention:
             kept.longest = self.longest
         with torch.inference_mode(False):
             for layer_idx, entry in enumerate(self):
-                copies = {key: map_tensors(Tensor.clone, entry[key]) for key in entry}
-                cache.update(layer_idx=layer_idx, **copies, offset=offset)
+                cache.update(layer_idx=layer_idx, **map_entry(Tensor.clone, entry), offset=offset)
 
     @torch.no_grad()
     def update(
@@ -190,12 +194,13 @@ class StaticGLACache(GLACache):
         attn_state: KeyValues | None = None,
         offset: int = 1,
     ) -> dict[str, Any]:
-        """As `GLACache.update`, by copies into the buffers; offset is not looked at.
+        """Like `GLACache.update`, but copies into the buffers; offset is ignored.
 
         Raises:
-            ValueError: states of other shapes than the buffers'.
+            ValueError: if the shapes of states and buffers differ.
         """
-        # No token is counted: a CUDA graph would not, and torch.compile would start again at each.
+        # Tokens are not counted: a CUDA graph would not do so, and torch.compile would recompile
+        # each time.
         entry = super().update(layer_idx=layer_idx, offset=0)
         for key, new in (("recurrent_state", recurrent_state), ("conv_state", conv_state)):
             if new is not None and entry[key] is None:
@@ -208,8 +213,8 @@ class StaticGLACache(GLACache):
         return entry
 
     def reset(self, rows: Tensor | None = None) -> None:
-        """Zeroes the buffers, of all rows or of those in an int64 tensor `[N]`: the state before a
-        first token.
+        """Zeroes the buffers, as before a first token: all rows, or the rows in an int64 tensor
+        `[N]`.
         """
         for entry in self.states:
             for x in tensors_in(entry):
@@ -220,25 +225,27 @@ class StaticGLACache(GLACache):
         return [x for entry in self.states for x in tensors_in(entry)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Refused: rows may be at different tokens, and a CUDA graph counts none."""
+        """Not implemented: rows may be at different tokens, and a CUDA graph does not count
+        tokens.
+        """
         raise NotImplementedError("StaticGLACache: get_seq_length is not implemented")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """As `GLACache.batch_select_indices`, with as many indices as there are rows."""
+        """Like `GLACache.batch_select_indices`; there must be as many indices as rows."""
         for x in self.tensors():
             x.copy_(x.index_select(0, indices.to(x.device)))
 
     def activate_past_recording(self) -> None:
-        """Refused: states are written over."""
+        """Not implemented: states are overwritten."""
         raise NotImplementedError("StaticGLACache: activate_past_recording is not implemented")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused: the number of rows is fixed."""
+        """Not implemented: the number of rows is fixed."""
         raise NotImplementedError("StaticGLACache: batch_repeat_interleave is not implemented")
 
     def _buffer(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A buffer of the shape of `like` with B rows, of which the first `zeroed` are 0; usable
-        outside of inference mode too.
+        """A buffer with the shape of `like` but B rows, of which the first `zeroed` are 0. It can
+        also be used outside of inference mode.
         """
         with torch.inference_mode(False):
             buffer = like.new_empty((self.batch_size, *like.shape[1:]), dtype=dtype)
@@ -258,7 +265,7 @@ class StaticGLACache(GLACache):
         room = min(new.room, own.room)
         for name in ("keys", "values"):
             self._write(getattr(own, name)[:, :room], getattr(new, name)[:, :room])
-            if room < own.room:  # the last owner may have left NaN, and 0 × NaN is NaN
+            if room < own.room:  # earlier tokens may have left NaN, and 0 × NaN is NaN
                 _clear(getattr(own, name)[:, room:], self._rows)
         self._write(own.lengths, new.lengths)
 
@@ -267,7 +274,7 @@ class StaticGLACache(GLACache):
             for one, value in zip(buffer, new, strict=True):
                 self._write(one, value)
             return
-        if buffer is new:  # written there already, or None for a convolution that is not there
+        if buffer is new:  # already written, or None for a missing convolution
             return
         rows = self.batch_size if self._rows is None else self._rows.shape[0]
         if buffer is None or new is None or new.shape != (rows, *buffer.shape[1:]):
@@ -286,7 +293,7 @@ class StaticGLACache(GLACache):
 
 
 def _clear(x: Tensor, rows: Tensor | None) -> None:
-    """Zeroes all rows, or some."""
+    """Zeroes all rows, or only the given ones."""
     if rows is None:
         x.zero_()
     else:

@@ -1,4 +1,4 @@
-"""Decoding a batch token by token, and how the next token is chosen.
+"""Decoding a batch token by token, and choosing the next token.
 
 `generate` and `generate_stream` are in `gla_ext.decode.generate`, and methods of `GLAForCausalLM`.
 """

@@ -1,22 +1,22 @@
-"""CUDA graphs captured beside whatever other threads do.
+"""Capture of CUDA graphs while other threads go on working.
 
-torch.cuda.graph waits for the whole device first, which CUDA forbids while another thread captures,
-and takes the device's default generator into every capture (torch 2.11), after which no other
-thread may draw from it, nor replay a graph that has it, until the capture ends. Neither is needed.
-
-So the default generator has another state for the moment in which a capture here takes it.
+torch.cuda.graph first waits for the whole device, which CUDA forbids while another thread captures.
+It also puts the device's default generator into every capture (torch 2.11). Until the capture ends,
+no other thread may then draw from that generator, or replay a graph that uses it. Neither is
+necessary: the captures here give the default generator another state for the moment in which it is
+registered.
 
 From the first capture here on, `know_captures` patches `torch.cuda.CUDAGraph`'s `capture_begin` and
 `capture_end`, for two reasons (torch 2.11):
-- A graph that is freed during a capture breaks it, in any thread, and Python's collector may free
-  one at any time. CUDA tells whether one stream is captured, not whether any is, and torch has no
-  list of captures. Only a method that every capture calls can tell when a dropped graph may go; to
-  keep dropped graphs for good would keep their memory. A capture that had begun before the patch
-  is not known, nor one by other means than this class.
-- `capture_begin` gives up Python's lock between taking the default generator and marking it. A
-  graph of somebody else that begins there would take the state of ours: it could not be replayed
-  before the capture here ends, and would free the memory of its seed with itself. Captures of the
-  whole process therefore begin in turn, by a lock that only a patched method can take for others.
+- A graph that is freed during a capture, by any thread, breaks the capture, and Python's garbage
+  collector may free one at any time. CUDA can tell whether a given stream is captured, but not
+  whether any is, and torch has no list of captures. Only a method that every capture calls can tell
+  when a dropped graph may be freed; never freeing them would leak their memory. A capture is not
+  noticed if it began before the patch or does not use this class.
+- `capture_begin` releases the GIL between registering the default generator and marking it. If
+  another thread begins a capture there, that graph gets the state of ours: it could not be replayed
+  before our capture ends, and would free the memory of our seed. Therefore captures in the whole
+  process begin one at a time, under a lock that only a patched method can take for others.
 """
 
 from __future__ import annotations
@@ -32,52 +32,54 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Held through a capture and what warms it up: a compiled step's tuning waits for the device too.
+# Held during a capture and its warm-up: the autotuning of a compiled step waits for the device too.
 one_at_a_time = threading.RLock()
 
-# Held while a graph takes the default generator, here or elsewhere.
+# Held while a graph registers the default generator, here or elsewhere.
 _beginning = threading.RLock()
 
-# What `know_captures` has put in place of classes' methods.
+# The methods with which `know_captures` replaced methods of classes.
 _known: set[Callable[..., Any]] = set()
 
-WARMUPS = 2  # before a capture, in which no library may start up
-STREAMS = 32  # that torch has of a priority, in turn
+WARMUPS = 2  # runs before a capture, since no library may initialize in it
+STREAMS = 32  # number of streams that torch has for each priority, used in turn
 
 Key = TypeVar("Key", bound=Hashable)
 
-# What torch says where a step being captured draws from a generator that the graph does not have.
+# torch's error if a captured step draws from a generator that is not registered with the graph.
 _NOT_THE_GRAPHS = "Attempt to increase offset for a CUDA generator not in capture mode"
 
 
 def can_capture() -> bool:
-    """Whether torch's allocator has pools, which graphs take their memory from."""
-    # Each tensor is then a cudaMalloc, which CUDA forbids in a capture. Its presence counts.
+    """Whether torch's allocator has memory pools, which graphs need."""
+    # Without them each tensor is a cudaMalloc, which CUDA forbids in a capture. Any value disables
+    # them.
     return "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
 
 
 class _Dropped:
-    """Graphs that nobody has any more, until they are destroyed."""
+    """Graphs without a reference, until they are destroyed."""
 
     def __init__(self) -> None:
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        # Held while graphs are destroyed, or a capture becomes known.
+        # Held while graphs are destroyed, or a capture is added.
         self._lock = threading.RLock()
-        # Graphs being captured, by id: a class may compare its graphs as it likes. A capture that
-        # nobody ends is over when its graph is freed, which nothing here prevents.
+        # Graphs being captured, by id, since a class may define its own comparison of graphs. If
+        # nobody ends a capture, it ends when its graph is freed, which nothing here prevents.
         self._captured: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def take(self, owned: list[torch.cuda.CUDAGraph]) -> None:
-        """Destroys the graph in a list, now or when the captures under way have ended."""
-        # Its own is over: nobody has it any more, and it would wait for itself.
+        """Destroys the graph in a list, now or after the current captures have ended."""
+        # A capture of this graph is over, as nobody has the graph. Kept here, it would wait for
+        # itself.
         self._captured.pop(id(owned[0]), None)
         self._graphs.append(owned.pop())
         self._destroy()
 
     @contextlib.contextmanager
     def beginning(self, graph: Any) -> Iterator[None]:
-        """Inside, a graph's capture begins: the destruction under way is over, and no other one
-        begins until `ended`.
+        """While active, a graph's capture begins: a destruction in progress has ended, and no other
+        one begins until `ended`.
         """
         with self._lock:
             again = id(graph) in self._captured
@@ -85,21 +87,22 @@ class _Dropped:
         try:
             yield
         except BaseException:
-            if not again:  # else the capture that began before is still under way
+            if not again:  # otherwise the earlier capture continues
                 self.ended(graph)
             raise
 
     def ended(self, graph: Any) -> None:
-        """Destroys what was dropped during a graph's capture, unless another one is under way."""
+        """Destroys graphs that were dropped during a capture, unless another capture continues."""
         self._captured.pop(id(graph), None)
         self._destroy()
 
     def _destroy(self) -> None:
-        # The collector calls this in any thread, so it waits for none. Who has the lock looks for
-        # more graphs: this loop after giving it back, a capture that becomes known at its end.
+        # The garbage collector may call this in any thread, so it must not block: if another thread
+        # holds the lock, it returns. The holder of the lock checks for dropped graphs afterwards:
+        # this loop after it releases the lock, and a capture that was being added when it ends.
         while self._graphs and not self._captured and self._lock.acquire(blocking=False):
             try:
-                if not self._captured:  # still none, now that none can become known
+                if not self._captured:  # still none, and with the lock held none can be added
                     self._graphs.clear()
             finally:
                 self._lock.release()
@@ -111,12 +114,12 @@ _dropped = _Dropped()
 class Graph:
     """A CUDA graph of a step, see `record`.
 
-    It may be dropped at any time, in any thread: what CUDA has of it is destroyed once no capture
-    that is known is under way.
+    It may be dropped at any time, in any thread: CUDA's graph is destroyed when no known capture is
+    in progress.
     """
 
     def __init__(self) -> None:
-        # In a list that is emptied at the end: another reference would destroy it at another time.
+        # In a list, which `take` empties: another reference would delay the destruction.
         self._owned = [torch.cuda.CUDAGraph()]
         weakref.finalize(self, _dropped.take, self._owned).atexit = False
 
@@ -124,41 +127,47 @@ class Graph:
         """Queues the step on the current stream."""
         self._owned[0].replay()
 
-    def begin(self, pool: tuple[int, int] | None) -> None:
-        """Begins to record what this thread queues on the current stream."""
+    @contextlib.contextmanager
+    def recording(self, pool: tuple[int, int] | None) -> Iterator[None]:
+        """While active, all work that this thread queues on the current stream is recorded."""
         _begin(self._owned[0], pool)
-
-    def end(self) -> None:
-        """Ends that."""
+        try:
+            yield
+        except BaseException:
+            # Raise the step's error, not CUDA's later error that the capture is broken.
+            with contextlib.suppress(RuntimeError):
+                self._owned[0].capture_end()
+            raise
         self._owned[0].capture_end()
         _streams[self._owned[0]] = torch.cuda.current_stream().cuda_stream
 
 
-# Where graphs were recorded, until they are destroyed.
+# The streams on which graphs were recorded, until these are destroyed.
 _streams: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
 def _own_streams(device: int) -> tuple[torch.cuda.Stream, ...]:
-    """All of torch's streams of high priority, which it has whether anybody uses them or not."""
+    """All of torch's high-priority streams, which torch creates whether they are used or not."""
     return tuple(torch.cuda.Stream(device, priority=-1) for _ in range(STREAMS))
 
 
 def own_stream() -> torch.cuda.Stream:
-    """A stream of the current device to warm up and capture on: the first on which no graph that is
-    there was recorded.
+    """A stream of the current device to warm up and capture on: the first stream on which none of
+    the existing graphs was recorded.
 
-    It is none that other threads work on, whose work would be captured: of the default priority
-    torch's streams are shared. And cuBLAS has a workspace for each thread and stream, 32 MiB on
-    Hopper, which a graph goes on using wherever it is replayed and which stays when the graph goes:
-    always the first, or 32 calls that each capture a graph would leave 1 GiB.
+    Other threads must not work on it, as their work would be captured. Streams of default priority
+    are shared in torch, so these have high priority. cuBLAS has a workspace for each thread and
+    stream, 32 MiB on Hopper. A graph uses this workspace wherever it is replayed, and it remains
+    when the graph is destroyed. Always taking the first free stream avoids that 32 calls which each
+    capture a graph leave 1 GiB.
     """
     streams, taken = _own_streams(torch.cuda.current_device()), set(_streams.values())
     return next((s for s in streams if s.cuda_stream not in taken), streams[0])
 
 
 def wait_for_replays(device: torch.device) -> None:
-    """Waits for the current stream. Call it before giving up graphs that may still run there: the
+    """Waits for the current stream. Call it before dropping graphs that may still run there: the
     next capture may free their memory.
     """
     if device.type == "cuda":
@@ -166,53 +175,35 @@ def wait_for_replays(device: torch.device) -> None:
 
 
 def record(step: Callable[[], object], pool: tuple[int, int] | None = None) -> Graph | None:
-    """A graph of what a step queues on the current stream, which is not the device's default one.
+    """A graph of the work that a step queues on the current stream, which must not be the default
+    one.
 
     Args:
-        step: what is recorded.
-        pool: memory that graphs share which are replayed in turn and leave nothing in it, of
-            `torch.cuda.graph_pool_handle()`. Default: None (its own).
+        step: the function to record.
+        pool: memory pool for graphs that are replayed one after the other and leave no results in
+            it, from `torch.cuda.graph_pool_handle()`. Default: None (a pool of its own).
 
     Returns:
-        The graph; None of a step that draws random numbers itself, as one with dropout does.
+        The graph; None if the step draws random numbers itself, for example for dropout.
     """
-    # While a capture is under way the allocator cannot give back what it caches.
+    # During a capture the allocator cannot free its cached memory.
     torch.cuda.empty_cache()
-    graph = Graph()
-    graph.begin(pool)
-    try:
-        draws = _draws(step)
-    except BaseException:
-        # The step's error is what went wrong. CUDA's, that the capture is broken, follows.
-        with contextlib.suppress(RuntimeError):
-            graph.end()
-        raise
-    graph.end()
+    graph, draws = Graph(), False
+    with graph.recording(pool):
+        try:
+            step()
+        except RuntimeError as error:
+            if _NOT_THE_GRAPHS not in str(error):
+                raise
+            draws = True  # the step was aborted at this point
     return None if draws else graph
-
-
-def _draws(step: Callable[[], object]) -> bool:
-    """Whether a step that is being recorded draws random numbers, where it then stops."""
-    try:
-        step()
-    except RuntimeError as error:
-        if _NOT_THE_GRAPHS not in str(error):
-            raise
-        return True
-    return False
 
 
 def capture(
     step: Callable[[], object], device: torch.device, pool: tuple[int, int] | None = None
 ) -> Graph | None:
-    """A graph of a step on a stream of its own, after some that warm up what it calls.
-
-    Args:
-        step, pool: as in `record`.
-        device: where.
-
-    Returns:
-        As `record`.
+    """`record` on a separate stream of the device, after steps that warm up the libraries it
+    calls.
     """
     with apart(device):
         for _ in range(WARMUPS):
@@ -221,10 +212,8 @@ def capture(
 
 
 class GraphsOnDemand(Generic[Key]):
-    """Graphs by a key: the first request finds none, the second one that is captured then.
-
-    Args:
-        capture: makes a key's graph, or None where there can be none.
+    """Graphs by key. The first request for a key returns None. The second one captures a graph and
+    returns it, or None if none can be captured.
     """
 
     def __init__(self, capture: Callable[[Key], Graph | None]) -> None:
@@ -244,11 +233,11 @@ class GraphsOnDemand(Generic[Key]):
         return self._graphs.get(key)
 
     def clear(self) -> None:
-        """Gives the graphs up; each is captured anew at the next request."""
+        """Drops the graphs; each is captured again at its next request."""
         self._graphs.clear()
 
     def warm_up(self, keys: Iterable[Key]) -> None:
-        """Captures those that are not there, in this order."""
+        """Captures the missing graphs, in this order."""
         for key in keys:
             if key not in self._graphs:
                 self._graphs[key] = self._capture(key)
@@ -258,12 +247,8 @@ class GraphsOnDemand(Generic[Key]):
 def apart(
     device: torch.device, stream: torch.cuda.Stream | None = None
 ) -> Iterator[torch.cuda.Stream]:
-    """Inside, a step that is or will be recorded runs on a stream of its own, in order with the
-    current one; no other thread records.
-
-    Args:
-        device: where.
-        stream: one that an earlier call gave. Default: None (another `own_stream`).
+    """While active, a step that is or will be recorded runs on a separate stream, in order with the
+    current one: the given stream of an earlier call, or an `own_stream`. No other thread records.
     """
     with one_at_a_time, torch.cuda.device(device), _without_autocast_cache():
         stream = own_stream() if stream is None else stream
@@ -275,8 +260,8 @@ def apart(
 
 @contextlib.contextmanager
 def _without_autocast_cache() -> Iterator[None]:
-    """Inside, autocast keeps no casts of weights: a graph would go on reading them after autocast
-    has freed them.
+    """While active, autocast does not cache casts of weights: a graph would read them after
+    autocast has freed them.
     """
     enabled = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
@@ -288,14 +273,14 @@ def _without_autocast_cache() -> Iterator[None]:
 
 
 def know_captures(kind: type) -> None:
-    """Makes captures of graphs of this class begin one after the other, and be known: graphs of
-    here that are dropped during one are destroyed when it ends.
+    """Makes captures with this class of graphs begin one at a time, and registers them. Graphs of
+    this module that are dropped during such a capture are destroyed when it ends.
 
-    It is known from before `capture_begin` until `capture_end` returns or raises, or its graph is
-    freed. Subclasses are known by these methods too, where theirs call them.
+    A capture is registered from before `capture_begin` until `capture_end` returns or raises, or
+    its graph is freed. Captures of subclasses are registered if their methods call these two.
     """
     begin, end = kind.capture_begin, kind.capture_end
-    # The end first: what is known to begin in another thread must not end unknown.
+    # Patch the end first: a capture that another thread registers meanwhile must also be removed.
     if end not in _known:
 
         @functools.wraps(end)
@@ -319,7 +304,7 @@ def know_captures(kind: type) -> None:
 
 
 def _begin(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None = None) -> None:
-    """Begins the capture with a generator that no one else has in place of the default one."""
+    """Begins a capture with a new generator state instead of the default generator's."""
     know_captures(torch.cuda.CUDAGraph)
     default = torch.cuda.default_generators[torch.cuda.current_device()]
     own = torch.Generator(default.device)
@@ -330,9 +315,9 @@ def _begin(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None = None) -> 
         def restore() -> None:
             default.graphsafe_set_state(state)
 
-        # Who draws before the state is back has numbers of the graph's generator, which are as
-        # good. No other graph takes it: the capture's wait for Python, at its first operation, may
-        # be long, but whoever begins another one waits for its end.
+        # A thread that draws before the state is restored gets numbers from the graph's state,
+        # which are as good. No other graph gets that state: the capture may wait long for the GIL
+        # at its first operation, but another capture waits until this one has begun.
         with _AtFirstOperation(restore):
             default.graphsafe_set_state(own)
             try:
@@ -343,10 +328,10 @@ def _begin(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None = None) -> 
 
 
 class _AtFirstOperation(TorchDispatchMode):
-    """Inside, makes a call at the first operation of this thread.
+    """While active, calls a function at the first operation of this thread.
 
-    That is the allocation of the graph's own seed: the generator is registered then, and not yet
-    marked as captured, from where on another thread's draw would raise.
+    That operation allocates the graph's own seed. At that time the generator is registered, but not
+    yet marked as captured; once marked, another thread's draw would raise an error.
     """
 
     def __init__(self, call: Callable[[], None]) -> None:

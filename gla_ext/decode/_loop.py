@@ -1,4 +1,4 @@
-"""The buffers in which a batch is decoded, a step on them, and its CUDA graph."""
+"""The buffers of a batch that is decoded, a token step on them, and its CUDA graphs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ Place = tuple[torch.device, torch.dtype, int]
 
 
 def place_of(model: LanguageModel) -> Place:
-    """Device and dtype of the first parameter, and the vocabulary's size, which states and buffers
-    share.
+    """Device, dtype and vocabulary size, on which states and buffers depend. Device and dtype are
+    those of the first parameter.
     """
     first = next(model.parameters())
     return first.device, first.dtype, model.config.vocab_size
 
 
 def check_place(model: LanguageModel, before: Place, kind: str) -> None:
-    """Raises ValueError, in the name of the class `kind`, if `place_of(model)` is not `before`."""
+    """Raises ValueError if `place_of(model)` is not `before`; `kind` is the class in the
+    message.
+    """
     if (now := place_of(model)) != before:
         raise ValueError(
             f"{kind}: expected a model on {before[0]} in {before[1]} of {before[2]} tokens, as "
@@ -42,24 +44,26 @@ def check_place(model: LanguageModel, before: Place, kind: str) -> None:
 
 
 class DecodeLoop:
-    """The buffers of a batch and, if wanted, the graph of a step on them.
+    """The buffers of a batch and optionally the graphs of a token step on them.
 
-    Randomness is drawn into a buffer outside of the graph, which therefore serves any generator,
-    and gives the tokens that the same step gives without a graph.
+    Random numbers are drawn into a buffer outside of the graph. The graph therefore works with any
+    generator, and gives the same tokens as the step without a graph.
     """
 
     def __init__(self, model: LanguageModel, batch_size: int, sampling: Sampling) -> None:
         device = device_of(model)
         self.top_k = sampling.top_k
-        # By the bucket of keys that a step reads; of a model without attention there is one, None.
+        # By the number of keys that a step reads (`cache.bucket`); without attention one entry,
+        # None.
         self.graphs: dict[int | None, _capture.Graph | None] = {}
         self.has_graphs = False
         self.keys = GraphKeys()
-        self._moves = 0  # of the cache, which the graphs have seen
+        self._moves = 0  # value of cache.moves at the last capture
         with torch.inference_mode(False), torch.no_grad():
             self.tokens = torch.zeros(batch_size, dtype=torch.long, device=device)
             self.done = torch.zeros(batch_size, dtype=torch.bool, device=device)
-            # Each row's largest logits since its prompt, added up: finite if all of them were.
+            # For each row, the sum of the largest logits since its prompt: finite if all of them
+            # were.
             self.sums = torch.zeros(batch_size, device=device)
             self.cache = StaticGLACache(batch_size, self.done)
             self.cache.counts = False
@@ -74,7 +78,7 @@ class DecodeLoop:
 
     @property
     def graph(self) -> _capture.Graph | None:
-        """That of the next step, if it has one."""
+        """The graph of the next step, or None."""
         return self.graphs.get(self.cache.bucket)
 
     def set_options(self, sampling: Sampling, end_tokens: Sequence[int]) -> None:
@@ -87,7 +91,7 @@ class DecodeLoop:
             self.ends[list(end_tokens)] = True
 
     def draw(self, generator: torch.Generator | None) -> None:
-        """New randomness for the next choice."""
+        """Draws new random numbers for the next choice of tokens."""
         if self.noise is not None:
             self.noise.exponential_(generator=generator)
 
@@ -99,13 +103,15 @@ class DecodeLoop:
         segment_tokens: int = SEGMENT_TOKENS,
         keep: bool = False,
     ) -> Tensor:
-        """States, tokens and done of the rows, from their prompts and, with keep, their states."""
-        # All now: offsets that are copied to a GPU later would wait for the segments before.
+        """Processes prompts and sets the states, tokens and done of their rows. With keep, prompts
+        continue from the rows' states. Returns the first tokens.
+        """
+        # All at once: offsets that are copied to a GPU later would wait for the earlier segments.
         segments = list(prompts.segments(segment_tokens))
-        before = self.cache.longest if keep else 0  # tokens of these rows, at most
+        before = self.cache.longest if keep else 0  # upper bound of the tokens of these rows
         others = 0 if rows is None else self.cache.longest
         if len(segments) > 1 and not keep:
-            self.cache.reset(rows)  # a start may stand beside a piece that goes on
+            self.cache.reset(rows)  # a segment may mix starts with a piece that goes on
         found = []
         for segment in segments:
             own = self._rows_of(segment.prompts, rows)
@@ -120,14 +126,10 @@ class DecodeLoop:
                 ).logits.flatten(0, 1)
             found.append(logits[: segment.ended])
         tokens, largest = self._choose(torch.cat(found) if len(found) > 1 else found[0])
-        if rows is None:
-            self.tokens.copy_(tokens)
-            self.sums.copy_(largest)
-            self.done.copy_(self.ends[tokens])
-        else:
-            self.tokens.index_copy_(0, rows, tokens)
-            self.sums.index_copy_(0, rows, largest.float())
-            self.done.index_copy_(0, rows, self.ends[tokens])
+        chosen = slice(None) if rows is None else rows
+        self.tokens[chosen] = tokens
+        self.sums[chosen] = largest.float()
+        self.done[chosen] = self.ends[tokens]
         self.cache.skip_done()
         self.cache.longest = max(others, before + max(prompts.lengths))
         return tokens
@@ -140,7 +142,7 @@ class DecodeLoop:
         return torch.arange(prompts.start, prompts.stop, device=self.tokens.device)
 
     def advance(self, model: Callable[..., Any]) -> None:
-        """One step of the model, or of what it was compiled to, from buffers to buffers."""
+        """One token step of the model, or of its compiled form, from buffers to buffers."""
         logits = model(
             self.tokens.unsqueeze(1), past_key_values=self.cache, use_cache=True, logits_to_keep=1
         ).logits[:, -1]
@@ -155,8 +157,9 @@ class DecodeLoop:
         return choose(logits, noise, self.temperature, self.top_k, self.top_p)
 
     def prepare(self, model: LanguageModel, stepping: Callable[..., Any]) -> None:
-        """Captures the next step's graph, if steps have graphs and this one is missing. With
-        attention it first makes room; a graph then reads at most twice the keys of the longest row.
+        """Captures the next step's graph if graphs are used and this one is missing. With
+        attention, first makes room; a graph then reads at most twice as many keys as the longest
+        row has.
         """
         cache = self.cache
         if cache.attends:
@@ -175,21 +178,21 @@ class DecodeLoop:
         if cache.moves != self._moves:
             self.graphs.clear()
             self._moves = cache.moves
-        # On a CPU nothing is gained by few different numbers.
+        # On a CPU, reusing few different numbers has no benefit.
         cache.bucket = room_for(count) if self.tokens.is_cuda else count
 
     def refresh(self, model: LanguageModel) -> None:
-        """Gives up the graphs if the model, as it is now, would give others."""
+        """Drops the graphs if the model in its present state would give others."""
         if not self.keys.fit(model):
             _capture.wait_for_replays(self.tokens.device)
             self.keys = GraphKeys()
             self.graphs.clear()
 
     def capture(self, model: LanguageModel, stepping: Callable[..., Any]) -> None:
-        """Records a step of `stepping`, after some on sequences that nobody asked for, or while
-        all that there are wait.
+        """Records a step of `stepping`. Warm-up steps run before, on dummy sequences if there are
+        no states yet; otherwise all rows wait.
 
-        A step that draws random numbers itself, as dropout in train mode does, gets no graph.
+        A step that draws random numbers itself, for example for dropout, gets no graph.
         """
         self.has_graphs = True
         self.keys.add(model)

@@ -1,4 +1,4 @@
-"""Prompts as the model takes them: read, packed in one row, and cut into segments."""
+"""Prompts in the form that the model takes: read, packed in one row, and cut into segments."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from gla_ext.decode.sampling import is_int
 
-SEGMENT_TOKENS = 16_384  # fill a large GPU, with activations of some 100 MB a tensor
-CHUNK = 64  # of chunk_gla
+SEGMENT_TOKENS = 16_384  # enough to fill a large GPU; an activation is about 100 MB
+CHUNK = 64  # tokens of a chunk in chunk_gla
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Tokens that pass the model at once.
+    """Tokens that pass through the model in one call.
 
     input_ids: int `[N, T]`, or packed, `[1, sum of the lengths]`.
     cu_seqlens: int64 `[N + 1]`, the offsets of packed pieces, or None.
-    last: where the pieces end, as `GLAForCausalLM.forward` takes logits_to_keep.
-    prompts: which prompts the N pieces are of.
-    before: how many tokens of its prompt the first piece goes on from; the others are starts.
+    last: the positions where the pieces end, as logits_to_keep of `GLAForCausalLM.forward`.
+    prompts: the indices of the prompts to which the N pieces belong.
+    before: number of tokens of its prompt before the first piece; the other pieces are starts.
     longest: tokens of the longest piece.
     ended: number of pieces that end their prompt: N, or all but the last.
     """
@@ -43,7 +43,9 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """The tokens of B prompts, int `[sum of the lengths]`, one after the other; each has one."""
+    """The tokens of B prompts, int `[sum of the lengths]`, one after the other, at least one
+    each.
+    """
 
     tokens: Tensor
     lengths: Sequence[int]
@@ -53,11 +55,11 @@ class Prompts:
         return len(self.lengths)
 
     def segments(self, most: int) -> Iterator[Segment]:
-        """The prompts in order, at most so many tokens at once, a multiple of 64.
+        """Yields the prompts in order, at most `most` tokens at once. `most` is a multiple of 64.
 
-        A prompt is cut at a multiple of 64 of its tokens: its chunks are those of one piece.
+        A prompt is cut only at multiples of 64 of its tokens, so its chunks are the same as uncut.
         """
-        start, prompt, done = 0, 0, 0  # tokens before, and of this prompt
+        start, prompt, done = 0, 0, 0  # tokens of all segments before; of this prompt
         while prompt < self.batch_size:
             first, before, room = prompt, done, most
             counts: list[int] = []
@@ -81,7 +83,7 @@ class Prompts:
 
 
 def _together(tokens: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None, int | Tensor]:
-    """input_ids, cu_seqlens and last of a `Segment`."""
+    """Makes input_ids, cu_seqlens and last of a `Segment`."""
     if min(counts) == max(counts):
         return tokens.view(len(counts), -1), None, 1
     cu_seqlens = torch.tensor([0, *itertools.accumulate(counts)], device=tokens.device)
@@ -105,10 +107,11 @@ def read_prompts(
     vocab_size: int,
     first: Tensor | None = None,
 ) -> tuple[Prompts, list[Tensor] | Tensor]:
-    """The prompts that `generate` was given, and the same as tensors on `device`; raises what it
-    documents for them. `first`, int64 `[B]`, are tokens before prompts, which may then be empty.
+    """The prompts passed to `generate`, and the same as tensors on `device`; raises the errors that
+    `generate` documents for them. `first`, int64 `[B]`, are tokens to put before the prompts, which
+    may then be empty.
 
-    What lies on the host is checked there; tokens on a GPU are waited for, once.
+    Prompts on the host are checked there; for prompts on a GPU the host waits, once.
     """
     fewest = 1 if first is None else 0
     if isinstance(input_ids, Tensor):
@@ -181,7 +184,7 @@ def _read_list(given: Sequence[Tensor | Sequence[int]], fewest: int) -> tuple[Te
                 f"generate: expected prompt {n} to have shape [at least {fewest}], got "
                 f"{list(prompt.shape)}"
             )
-    # Those of several dtypes have one together, and those of several devices that of the first.
+    # Prompts of several dtypes are promoted; prompts on several devices go to the first one's.
     device = prompts[0].device
     return torch.cat([x.to(device) for x in prompts]), [x.shape[0] for x in prompts]
 

@@ -1,4 +1,4 @@
-"""Sees, at little cost, that a model has changed."""
+"""A check, at little cost, for changes of a model."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ import itertools
 from torch import Tensor, nn
 
 _KINDS = ("_modules", "_parameters", "_buffers")
-# What has happened where one of the lists of `Stamp._look` differs.
+# What happened if one of the lists of `Stamp._look` differs; part of the error message.
 _WORDS = ("has other members", "replaced", "changed", "moved", "written")
 
 
 class ChangedError(RuntimeError):
-    """The model has changed since the states that are kept were made.
+    """The model has changed since the stored states were computed.
 
-    Seen are modules, parameters and buffers that are others, have moved or were written to by an
-    operator, and attributes of modules that are True or False, strings, or lists of strings: train
-    mode, or an adapter that is off, merged, or another one.
+    Noticed are modules, parameters and buffers that were replaced, moved or written by an operator,
+    and attributes of modules that are bools, strings, or lists of strings: for example train mode,
+    or an adapter that is disabled, merged, or replaced.
 
-    Not seen are writes through `.data`, by torch's fused optimizers (`AdamW(fused=True)`, as
-    transformers' Trainer uses by default; that of `gla_ext.train` is seen), by replays of CUDA
-    graphs, by kernels that torch does not know, or to inference tensors. Nor are other attributes,
-    such as `gate_logit_normalizer` or the scale of an adapter, hooks, and classes.
+    Not noticed are writes through `.data`, by torch's fused optimizers (`AdamW(fused=True)`, the
+    default of transformers' Trainer; `gla_ext.train`'s optimizer is noticed), by replays of CUDA
+    graphs, by kernels that torch does not know, or to inference tensors. Also not noticed are
+    changes of other attributes, such as `gate_logit_normalizer` or the scale of an adapter, of
+    hooks, and of classes.
     """
 
 
 class Stamp:
-    """What a model is now, as far as a look of 0.2 ms (24 layers) shows: see `ChangedError`.
+    """The present state of a model, as far as a check of 0.2 ms (24 layers) shows: see
+    `ChangedError`.
 
     It keeps the modules and tensors alive.
     """
@@ -44,7 +46,7 @@ class Stamp:
         ]
         self._flags = [(state, flag) for _, state, flag in flags]
         held = [(prefix + name, x) for prefix, members in owners for name, x in members.items()]
-        self._held = [x for _, x in held]  # else another may get its id
+        self._held = [x for _, x in held]  # kept alive, so that no other object gets its id
         tensors = [(name, x) for name, x in held if isinstance(x, Tensor)]
         placed = [(name, x) for name, x in tensors if _has_address(x)]
         counted = [(name, x) for name, x in tensors if not x.is_inference()]
@@ -56,7 +58,9 @@ class Stamp:
         self._was = self._look()
 
     def renewed(self, model: nn.Module) -> Stamp:
-        """The model's stamp now. If only values changed it is this one, in a tenth of the time."""
+        """The model's new stamp. If only values changed, this stamp is reused, in a tenth of the
+        time.
+        """
         found = self._look()
         if found[:4] != self._was[:4]:
             return Stamp(model)
@@ -76,7 +80,7 @@ class Stamp:
         ]
 
     def check(self, asker: str) -> None:
-        """Raises ChangedError, in the name of `asker`, if it sees a change."""
+        """Raises ChangedError if it notices a change; `asker` starts the message."""
         found = self._look()
         if found == self._was:
             return
@@ -98,6 +102,6 @@ def _is_flag(value: object) -> bool:
 def _has_address(x: Tensor) -> bool:
     try:
         x.data_ptr()
-    except RuntimeError:  # a tensor of others, as a DTensor is
+    except RuntimeError:  # a tensor subclass without an address, such as a DTensor
         return False
     return True

@@ -1,4 +1,4 @@
-"""Decoding a batch step by step in fixed buffers: a CUDA graph a step on a GPU."""
+"""Decoding a batch step by step in fixed buffers; on a GPU a step is a CUDA graph."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from gla_ext.decode._prompts import SEGMENT_TOKENS, Prompts, check_segment_token
 from gla_ext.decode._stamp import Stamp
 from gla_ext.decode.language_model import LanguageModel
 from gla_ext.decode.sampling import Sampling, read_end_tokens
+from gla_ext.layers._options import check_sizes
 from gla_ext.layers.attention import Attention
 
 
 class Decoder:
-    """B sequences of one model that go on together, one token each a step.
+    """Decodes B sequences of one model together, one token each per step.
 
-    What `generate` runs on, for a server that holds it, or for many calls of `generate`. States,
-    tokens and options lie in buffers that never move, so on a GPU a step is one CUDA graph, which
-    is captured here, and takes the same memory after any number of tokens. Attention of a hybrid
-    model reads and keeps at most twice the tokens of the longest row: its room is a power of two of
-    them, at least 256, and a graph is captured for each. New sequences take the place of finished
-    ones with `prefill(prompts, rows=...)`, while the other rows wait.
+    `generate` uses this class; use it directly in a server, or pass one to many calls of
+    `generate`. States, tokens and options are in buffers that never move. On a GPU a step can
+    therefore be one CUDA graph, captured in the constructor, and memory does not grow with the
+    number of tokens. Attention layers of a hybrid model read and keep at most twice the tokens of
+    the longest row: their room is a power of two of tokens, at least 256, and each size needs its
+    own graph. `prefill(prompts, rows=...)` puts new sequences in the place of finished ones, while
+    the other rows wait.
 
         decoder = Decoder(model, batch_size=2, temperature=0.8, top_k=50)
         first = decoder.prefill([[1, 5, 7], [1, 9]])  # [2], the first token of each
@@ -33,36 +35,36 @@ class Decoder:
             tokens = decoder.step()  # [2], the same tensor every time
 
     Call `refresh` after the model changed: rows have states of the old model, and a graph repeats
-    what was recorded. Until then `prefill` raises ChangedError if it sees a change, which it does
-    not of `AdamW(fused=True)` and others: see there. `step` does not look.
+    what was recorded. Until then `prefill` raises ChangedError if it notices a change. It does not
+    notice all changes, such as those of `AdamW(fused=True)`: see there. `step` does not check.
 
-    One thread at a time may use it, on one CUDA stream or on ones that wait for each other; several
-    may share the model, each with a decoder of its own. While one is made no other thread may wait
-    for the whole device (`torch.cuda.synchronize`), which CUDA refuses beside a capture; all other
-    work goes on. From the first one on, captures of the whole process begin one after the other:
-    `torch.cuda.CUDAGraph.capture_begin` sees to it.
+    Only one thread at a time may use a decoder, on one CUDA stream or on streams that wait for each
+    other. Several threads may share the model, each with its own decoder. While a decoder is made,
+    no other thread may wait for the whole device (`torch.cuda.synchronize`), which CUDA rejects
+    during a capture; all other work can go on. From the first decoder on, a patch of
+    `torch.cuda.CUDAGraph.capture_begin` makes captures in the whole process begin one at a time.
 
     Args:
-        model: a `GLAForCausalLM`. It is run in the mode, train or eval, it is in.
+        model: a `GLAForCausalLM`. Its mode, train or eval, is not changed.
         batch_size: B, number of rows.
         temperature, top_k, top_p: as in `generate`.
-        eos_token_id: a token, or a list of tokens; a row that drew one is done: it keeps that token
-            and its states from then on. Default: None.
+        eos_token_id: a token, or a list of tokens. A row that drew one is done: from then on its
+            token and its states do not change. Default: None.
         generator: source of randomness, on the model's device. Default: torch's own.
-        cuda_graph: whether steps are a CUDA graph, where one can be captured: not with
-            PYTORCH_NO_CUDA_MEMORY_CACHING in the environment, nor of a step that draws random
-            numbers itself, as dropout in train mode does. Default: None (on a CUDA device).
-        compiled: whether a step goes through `torch.compile`, which fuses its many small kernels,
-            and takes a minute before. Prompts do not. Default: False.
+        cuda_graph: whether steps run as a CUDA graph, if one can be captured. That is not possible
+            with PYTORCH_NO_CUDA_MEMORY_CACHING in the environment, or for a step that draws random
+            numbers itself, for example for dropout. Default: None (on a CUDA device).
+        compiled: whether a step is compiled by `torch.compile`, which fuses its many small kernels
+            but first takes a minute. Prompts are not compiled. Default: False.
 
     Attributes:
         tokens: int64 `[B]`, the last token of every row.
         done: bool `[B]`, which rows have drawn one of eos_token_id.
-        finite: bool `[B]`, which rows' logits were finite at every token since the prompt. The
-            others had a NaN or inf, or -inf for all tokens, and their tokens mean nothing.
+        finite: bool `[B]`, which rows' logits were finite at every token since the prompt. Other
+            rows had a NaN or inf, or -inf for all tokens, and their tokens have no meaning.
         end_tokens: the tokens of eos_token_id, a tuple.
 
-    What is raised is as in `generate`, and NotImplementedError for compiled, of a model with
+    Raises the errors of `generate`, and NotImplementedError for compiled with a model that has
     attention.
     """
 
@@ -78,8 +80,7 @@ class Decoder:
         cuda_graph: bool | None = None,
         compiled: bool = False,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"Decoder: expected batch_size to be at least 1, got {batch_size}")
+        check_sizes("Decoder", batch_size=batch_size)
         sampling = Sampling(temperature, top_k, top_p)
         self.end_tokens = read_end_tokens(eos_token_id, model.config.vocab_size)
         if compiled and any(isinstance(module, Attention) for module in model.modules()):
@@ -92,7 +93,7 @@ class Decoder:
         self._stepping = torch.compile(model, dynamic=False) if compiled else model
         self._started: set[int] = set()  # rows that have had a prompt
         self._place = place_of(model)
-        self._stamp: Stamp | None = None  # of the model that graphs and rows are of
+        self._stamp: Stamp | None = None  # of the model that made graphs and rows
         self._loop = DecodeLoop(model, batch_size, sampling)
         if uses_graph(model, cuda_graph, "Decoder"):
             self._loop.capture(model, self._stepping)
@@ -124,29 +125,30 @@ class Decoder:
         keep: bool = False,
         segment_tokens: int = SEGMENT_TOKENS,
     ) -> Tensor:
-        """Starts sequences, or goes on with some: reads their prompts and draws a token of each.
+        """Starts or continues sequences: processes their prompts and draws a token of each.
 
-        With keep, the next turn of a dialogue costs its own tokens alone. The last token that a row
-        drew has not passed the model yet: it does so here, before the prompt.
+        With keep, the next turn of a dialogue only costs its own tokens. The model has not yet
+        processed the last token that a row drew; this call does so, before the prompt.
 
         Args:
             input_ids: as in `generate`; prompts of different lengths are packed.
             attention_mask: as in `generate`. Default: None.
-            rows: which rows the N prompts take, N distinct indices from 0 to B - 1; the others
-                stay as they are. Default: None (all B).
-            keep: go on from the rows' states, done or not; a prompt may be empty. Default: False.
+            rows: the rows for the N prompts, N distinct indices from 0 to B - 1; other rows do not
+                change. Default: None (all B).
+            keep: continue from the rows' states, done or not; a prompt may be empty.
+                Default: False.
             segment_tokens: as in `generate`. Default: 16,384.
 
         Returns:
             int64 `[N]`, the tokens.
 
         Raises:
-            ChangedError: if it sees that the model has changed since the first prompt or graph, or
-                since `refresh`.
-            ValueError: for rows that are not distinct or not there, not as many as prompts, or with
-                keep have had no prompt.
+                ChangedError: if it notices that the model has changed since the first prompt or
+                    graph, or since `refresh`.
+                ValueError: for rows that are not distinct or do not exist, if there are not as many
+                    prompts, or for rows that with keep have had no prompt.
 
-        Prompts and segment_tokens that do not fit raise what `generate` does.
+            Invalid prompts and segment_tokens raise the errors of `generate`.
         """
         check_segment_tokens(segment_tokens)
         if self._stamp is not None:
@@ -177,15 +179,15 @@ class Decoder:
         return tokens
 
     def refresh(self, keep_running: bool = False) -> None:
-        """Says that the model changed.
+        """Tells the decoder that the model has changed.
 
-        If only values changed, the graph stays; seeing this takes a few milliseconds. If addresses
-        of tensors, modules, attributes or hooks changed, or attributes are of kinds that cannot be
-        compared (torchao's weights, DTensors, closures), the next step captures it anew.
+        If only values changed, the graph is kept; checking this takes a few milliseconds. If
+        addresses of tensors, modules, attributes or hooks changed, or attributes cannot be compared
+        (torchao's weights, DTensors, closures), the next step captures a new graph.
 
         Args:
-            keep_running: rows go on from the states that they have, of the old model. Default:
-                False (rows are as before their first prompt).
+            keep_running: rows continue from their states, which the old model computed.
+                Default: False (rows are as before their first prompt).
 
         Raises:
             ValueError: for a model on another device, of another dtype or vocabulary; make a new
@@ -199,7 +201,9 @@ class Decoder:
             self._stamp = self._stamp.renewed(self.model)
 
     def check(self, model: LanguageModel, batch_size: int) -> None:
-        """Raises what `generate` documents of a decoder that does not fit, and ChangedError."""
+        """Raises the errors that `generate` documents for a decoder that does not fit, and
+        ChangedError.
+        """
         if model is not self.model:
             raise ValueError("generate: expected a decoder of this model, got one of another")
         if batch_size != self.tokens.shape[0]:
@@ -218,18 +222,20 @@ class Decoder:
         rows: Tensor | None = None,
         keep: bool = False,
     ) -> Tensor:
-        """`prefill` of prompts that were read."""
+        """`prefill` for prompts that have been read already."""
         if rows is None:
             self._started.update(range(prompts.batch_size))
         self._loop.draw(self._generator)
         return self._loop.prefill(self.model, prompts, rows, segment_tokens, keep)
 
     def load(self, cache: GLACache) -> None:
-        """Takes the states of a cache, where it has some."""
+        """Loads the states of a cache."""
         self._loop.cache.load(cache)
 
     def save(self, cache: GLACache, offset: int, drew: bool = True) -> None:
-        """Leaves the states, `offset` tokens on, in a cache, and the last tokens if any counts."""
+        """Saves the states to a cache, `offset` tokens further, and the last tokens if any were
+        drawn.
+        """
         self._loop.cache.save(cache, offset)
         with torch.inference_mode(False):
             cache.pending = self.tokens.clone() if drew else None
@@ -239,8 +245,8 @@ class Decoder:
         """Draws the next token of every row.
 
         Returns:
-            int64 `[B]`: `self.tokens`, which the next step overwrites. A row that is done keeps
-            its token; that of a row that never had a prompt means nothing.
+            int64 `[B]`: `self.tokens`, which the next step overwrites. A row that is done keeps its
+            token. The token of a row that never had a prompt has no meaning.
 
         Raises:
             ValueError: before the first `prefill`.
@@ -258,10 +264,10 @@ class Decoder:
 
 
 def uses_graph(model: LanguageModel, cuda_graph: bool | None, asker: str = "generate") -> bool:
-    """Whether steps of the model are a CUDA graph, if they draw no random numbers themselves.
+    """Whether steps of the model run as a CUDA graph, if they draw no random numbers themselves.
 
-    cuda_graph is what is wanted, None: on a CUDA device. ValueError is raised, in the name of the
-    asker, for True and a model on another device.
+    cuda_graph is the caller's wish, None for: on a CUDA device. Raises ValueError, with the asker's
+    name, for True with a model on another device.
     """
     device = device_of(model)
     if cuda_graph and device.type != "cuda":

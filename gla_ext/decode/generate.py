@@ -1,4 +1,4 @@
-"""Text from a GLA language model: a packed prefill, then one step a token on the states."""
+"""Text from a GLA language model: a packed prefill, then one token step per token."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from gla_ext.decode._loop import device_of
 from gla_ext.decode._prompts import SEGMENT_TOKENS, Prompts, check_segment_tokens, read_prompts
 from gla_ext.decode.decoder import Decoder, uses_graph
 from gla_ext.decode.language_model import LanguageModel
-from gla_ext.decode.sampling import Sampling, is_int, read_end_tokens
+from gla_ext.decode.sampling import Sampling, check_int, read_end_tokens
 
-STEPS_BETWEEN_LOOKS = 16  # at which rows are done; a look makes the host wait for the GPU
-# What a decoder has too, of a call that names none of it: temperature, top_k, top_p, eos_token_id,
-# generator and cuda_graph.
+STEPS_BETWEEN_LOOKS = 16  # checks for done rows, at which the host waits for the GPU
+# Defaults of the options that a decoder has too: temperature, top_k, top_p, eos_token_id, generator
+# and cuda_graph.
 _UNNAMED = (1.0, None, None, None, None, None)
 
 
 class _Options(TypedDict, total=False):
-    """What both overloads of `generate` take by name alone, for type checkers."""
+    """Keyword-only options of both overloads of `generate`, for type checkers."""
 
     top_p: float | None
     eos_token_id: int | Sequence[int] | None
@@ -71,71 +71,74 @@ def generate(
 ) -> Tensor | list[Tensor]:
     """Continues every prompt by sampling from the model.
 
-    The prompts pass through the model once, those of different lengths packed in one row without
-    padding, and leave their recurrent states; each new token then costs one step on these, in the
-    same time and memory at any length. On a GPU a step is one CUDA graph, captured in this call and
-    gone after it. Who calls often keeps a `Decoder`, graph and buffers, and passes it:
+    The prompts pass through the model once; prompts of different lengths are packed in one row
+    without padding. This gives their recurrent states. Each new token then costs one step on these
+    states, with the same time and memory at any length. On a GPU a step is one CUDA graph, which is
+    captured in this call and dropped after it. For many calls, make a `Decoder`, which keeps graph
+    and buffers, and pass it:
 
         decoder = Decoder(model, batch_size=8, temperature=0)
         for prompts in batches:  # of 8
             tokens = model.generate(prompts, 32, decoder=decoder)
 
     Several threads may generate from one model, each on its own stream. While one captures, no
-    other thread may wait for the whole device (`torch.cuda.synchronize`), which CUDA refuses then.
+    other thread may wait for the whole device (`torch.cuda.synchronize`), which CUDA then rejects.
 
-    Long prompts, and many, pass in segments, so that memory does not grow with them. Inside
-    `batch_invariant` the operators give the bits of one piece.
+    Long or many prompts pass in segments, so that memory does not grow with them. Inside
+    `batch_invariant` the operators give the same bits as without segments.
 
-    A dialogue goes on where it was, and costs its new tokens alone:
+    With a cache, a dialogue continues from its states, and a call only costs its new tokens:
 
         cache = GLACache()
         tokens = model.generate([first], 100, eos_token_id=2, past_key_values=cache)
         tokens = model.generate([second], 100, eos_token_id=2, past_key_values=cache)
 
-    The last token drawn has not passed the model when a call returns; the cache has it as
-    `cache.pending`, and the next call feeds it first, before its prompts.
+    When a call returns, the model has not yet processed the last token drawn. The cache holds it as
+    `cache.pending`, and the next call processes it first, before its prompts.
 
     Args:
-        model: a `GLAForCausalLM`. It is run in the mode, train or eval, it is in.
+        model: a `GLAForCausalLM`. Its mode, train or eval, is not changed.
         input_ids: int64 `[B, T]`, T >= 1, or a list of B prompts of any lengths from 1, each an
             int64 tensor `[T_b]` or a list of ints.
         max_new_tokens: number of tokens to add.
-        temperature: divides the logits; 0, or what fp32 rounds to 0, takes the most probable token,
-            inf draws alike among all of a probability above 0. Default: 1.0.
-        top_k: sample among the k most probable tokens. Default: None (all).
-        top_p: sample among the most probable tokens that together reach this probability, after
+        temperature: divides the logits. 0, or a number that fp32 rounds to 0, takes the most
+            probable token; inf draws uniformly among all tokens with a probability above 0.
+            Default: 1.0.
+        top_k: sample from the k most probable tokens. Default: None (all).
+        top_p: sample from the most probable tokens that together reach this probability, after
             top_k (Holtzman et al., 2020, arXiv:1904.09751). Default: None (all).
         eos_token_id: a token, or a list of tokens; a row that drew one is done. Default: None.
-        attention_mask: `[B, T]` of 0 and 1 beside a tensor; tokens at a 0 are left out, wherever
-            they stand. Default: None.
+        attention_mask: `[B, T]` of 0 and 1, if input_ids is a tensor; tokens at a 0 are left out,
+            at any position. Default: None.
         generator: source of randomness, on the model's device. Default: torch's own.
-        cuda_graph: whether a step is a CUDA graph, where one can be captured, see `Decoder`.
+        cuda_graph: whether a step runs as a CUDA graph, if one can be captured, see `Decoder`.
             Default: None (on a CUDA device).
-        past_key_values: a cache, empty or of B sequences, from whose states the prompts go on, and
-            in which those after all tokens but the last are left. A prompt may be empty where
-            another `generate` has left its last token. With max_new_tokens = 0 the prompts alone
-            pass. Default: None.
-        segment_tokens: how many tokens of prompts pass the model at once, at most; a multiple of
-            64, at which prompts are cut. Default: 16,384.
-        decoder: a `Decoder` of this model with a row for each prompt. Its options take the place of
-            temperature, top_k, top_p, eos_token_id, generator and cuda_graph, which must be left
-            out; its rows start anew. Default: None (one of this call's own).
+        past_key_values: a cache, empty or with B sequences. The prompts start from its states, and
+            the states after all tokens but the last are stored in it. A prompt may be empty if
+            another `generate` has stored its last token. With max_new_tokens = 0 only the prompts
+            are processed. Default: None.
+        segment_tokens: the most tokens of prompts in one call of the model; a multiple of 64, at
+            which prompts are cut. Default: 16,384.
+        decoder: a `Decoder` of this model with a row for each prompt. Its options replace
+            temperature, top_k, top_p, eos_token_id, generator and cuda_graph, which must not be
+            given; its rows start again. Default: None (a new one for this call).
 
     Returns:
-        The prompts, continued, on the model's device. Of a tensor: int64 `[B, <= T +
-        max_new_tokens]`, new tokens from column T on; a row that is done is filled up with the
-        token that ended it, and columns in which all are done are left out. Of a list: a list of B
-        int64 tensors `[<= T_b + max_new_tokens]`, each up to the token that ended it.
+        The prompts and the new tokens, on the model's device. If input_ids is a tensor: int64 `[B,
+        <= T + max_new_tokens]`, new tokens from column T on. A row that is done is filled with the
+        token that ended it, and columns in which all rows are done are left out. If input_ids is a
+        list: a list of B int64 tensors `[<= T_b + max_new_tokens]`, each up to the token that ended
+        it.
 
     Raises:
-        ValueError: for a prompt without a token, tokens that the model does not have, shapes that
-            do not fit, options out of range, a cache of other sequences or of another model, a
-            decoder of another model or number of rows, or options beside one.
-        TypeError: for tokens that are neither int64 nor int32, options that are no numbers, a
-            max_new_tokens, top_k, eos_token_id or segment_tokens that is no int, and another cache
-            than a `GLACache`.
+        ValueError: for a prompt without a token, tokens outside of the vocabulary, shapes that do
+            not fit, options out of range, a cache of other sequences or of another model, a decoder
+            of another model or number of rows, or options given together with a decoder.
+        TypeError: for tokens that are neither int64 nor int32, options that are not numbers, a
+            max_new_tokens, top_k, eos_token_id or segment_tokens that is not an int, and a cache
+            that is not a `GLACache`.
         RuntimeError: if the model's logits have NaN or inf, or are -inf for all tokens.
-        ChangedError: if it sees that the model has changed since the decoder's graph was captured.
+        ChangedError: if it notices a change of the model since the decoder's graph was captured.
     """
     options = (temperature, top_k, top_p, eos_token_id, generator, cuda_graph)
     _check_options(model, max_new_tokens, segment_tokens, decoder, options)
@@ -170,23 +173,24 @@ def generate_stream(
     segment_tokens: int = SEGMENT_TOKENS,
     decoder: Decoder | None = None,
 ) -> Iterator[Tensor]:
-    """`generate`, token by token as they come.
+    """Like `generate`, but yields the tokens one by one.
 
         for tokens in generate_stream(model, [[1, 5, 7], [1, 9]], 100, temperature=0.8):
             print(tokens.tolist())  # the next token of both rows
 
-    On a GPU the next step is under way while the caller has a token, but with past_key_values:
-    these get the states at the end, or when the iterator is closed, as of the tokens that came.
+    On a GPU the next step already runs while the caller has a token, except with past_key_values.
+    That cache gets the states at the end, or when the iterator is closed: the states for the tokens
+    yielded so far.
 
     The model must stay as it is until the iterator ends.
 
-    The arguments, and what is raised for them at the call, are those of `generate`; with
-    max_new_tokens = 0 nothing happens. Autocast and `batch_invariant` are those of where the
-    iterator is advanced.
+    The arguments and their errors, which are raised at the call, are those of `generate`. With
+    max_new_tokens = 0 nothing is processed. Autocast and `batch_invariant` apply as they are set
+    where the iterator is advanced.
 
     Yields:
-        int64 `[B]` on the CPU, one token of every row; a row that is done gets its last one again.
-        Ends after max_new_tokens, or when all rows are done. Stacked they are the new tokens that
+        int64 `[B]` on the CPU, one token of every row; a row that is done repeats its last token.
+        Ends after max_new_tokens, or when all rows are done. Stacked, they are the new tokens that
         `generate` returns.
     """
     options = (temperature, top_k, top_p, eos_token_id, generator, cuda_graph)
@@ -208,12 +212,7 @@ def _check_options(
     temperature, top_k, top_p, eos_token_id, _, cuda_graph = options
     Sampling(temperature, top_k, top_p)
     read_end_tokens(eos_token_id, model.config.vocab_size)
-    if not is_int(max_new_tokens):
-        raise TypeError(f"generate: expected max_new_tokens to be an int, got {max_new_tokens!r}")
-    if max_new_tokens < 0:
-        raise ValueError(
-            f"generate: expected max_new_tokens to be at least 0, got {max_new_tokens}"
-        )
+    check_int("generate", "max_new_tokens", max_new_tokens, 0)
     check_segment_tokens(segment_tokens)
     uses_graph(model, cuda_graph)
     if decoder is not None and options != _UNNAMED:
@@ -224,7 +223,7 @@ def _check_options(
 
 
 def _make(model: LanguageModel, prompts: Prompts, count: int, options: tuple[Any, ...]) -> Decoder:
-    """The decoder of a call, without a graph where it takes no step."""
+    """The decoder of a call, without a graph if there are no token steps."""
     *others, cuda_graph = options
     return Decoder(model, prompts.batch_size, *others, cuda_graph if count > 1 else False)
 
@@ -236,12 +235,13 @@ def _read(
     cache: GLACache | None,
     decoder: Decoder | None,
 ) -> tuple[Prompts, Tensor | list[Tensor]]:
-    """The prompts, behind the tokens that wait in the cache; raises what `generate` documents."""
-    if cache is None:
-        first = None
-    elif isinstance(cache, StaticGLACache) or not isinstance(cache, GLACache):
-        raise TypeError(f"generate: expected past_key_values to be a GLACache, got {type(cache)}")
-    else:
+    """The prompts, with the cache's pending tokens before them; raises the errors of `generate`."""
+    first = None
+    if cache is not None:
+        if isinstance(cache, StaticGLACache) or not isinstance(cache, GLACache):
+            raise TypeError(
+                f"generate: expected past_key_values to be a GLACache, got {type(cache)}"
+            )
         first = cache.pending
     vocab_size = model.config.vocab_size
     prompts, given = read_prompts(input_ids, attention_mask, device_of(model), vocab_size, first)
@@ -262,7 +262,7 @@ def _read(
 
 
 def _start(decoder: Decoder, prompts: Prompts, cache: GLACache | None, segment_tokens: int) -> None:
-    """Draws the first tokens, from the states of the cache where there are some."""
+    """Draws the first tokens, starting from the states of the cache if it has any."""
     keep = cache is not None and len(cache) > 0
     if keep:
         decoder.load(cache)
@@ -270,7 +270,7 @@ def _start(decoder: Decoder, prompts: Prompts, cache: GLACache | None, segment_t
 
 
 def _continue(decoder: Decoder, count: int) -> Tensor:
-    """New tokens `[B, <= count]`, the decoder's first; fewer when all rows are done."""
+    """New tokens `[B, <= count]`, the first being the decoder's; fewer when all rows are done."""
     new = decoder.tokens.new_empty(decoder.tokens.shape[0], count)
     between = STEPS_BETWEEN_LOOKS if new.is_cuda else 1
     for n in range(count):
@@ -295,7 +295,7 @@ def _check_finite(finite: Tensor) -> None:
 
 
 def _lengths(new: Tensor, ends: tuple[int, ...]) -> list[int]:
-    """Of the new tokens of every row, up to the first that ends it."""
+    """Number of new tokens of every row, up to the first that ends it."""
     B, count = new.shape
     if not ends or count == 0:
         return [count] * B
@@ -312,7 +312,7 @@ def _stream(
     cache: GLACache | None,
     segment_tokens: int,
 ) -> Iterator[Tensor]:
-    """What `generate_stream` returns."""
+    """The iterator that `generate_stream` returns."""
     if decoder is None:
         decoder = _make(model, prompts, count, options)
     _start(decoder, prompts, cache, segment_tokens)
@@ -338,12 +338,12 @@ def _stream(
         save()
         raise
     finally:
-        wait_for_replays(decoder.tokens.device)  # the graph may go now, on which nobody waits
+        wait_for_replays(decoder.tokens.device)  # the graph may be freed after this
 
 
 def _fetch(decoder: Decoder, step: bool) -> list[Tensor]:
-    """Tokens, done and `DecodeLoop.sums` on the host. With `step` a GPU gets its next step before
-    the host waits for these.
+    """Copies tokens, done and `DecodeLoop.sums` to the host. With `step`, a GPU gets its next step
+    before the host waits for them.
     """
     wanted = [decoder.tokens, decoder.done, decoder._loop.sums]
     if not decoder.tokens.is_cuda:

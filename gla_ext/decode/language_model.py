@@ -1,4 +1,4 @@
-"""What decoding asks of a model."""
+"""The interface of a model that can be decoded."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 class LanguageModel(nn.Module):
     """A model that `generate` and `Decoder` can run: `gla_ext.model.GLAForCausalLM` is one.
 
-    Called with tokens `[B, T]`, past_key_values, use_cache, logits_to_keep and cu_seqlens, as
-    `GLAForCausalLM.forward` documents them, it returns what has `logits`.
+    It is called with tokens `[B, T]`, past_key_values, use_cache, logits_to_keep and cu_seqlens, as
+    documented for `GLAForCausalLM.forward`, and returns an object with an attribute `logits`.
 
     Attributes:
         config: has vocab_size and num_hidden_layers.

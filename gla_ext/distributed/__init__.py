@@ -1,6 +1,6 @@
-"""GLA over many processes: context parallel, tensor parallel, sharded tensors.
+"""GLA on several processes: context parallelism, tensor parallelism, sharded tensors.
 
-Everything stands on torch.distributed. `import gla_ext` does not load this package.
+All of it uses torch.distributed. `import gla_ext` does not load this package.
 """
 
 from gla_ext.distributed import sharding

@@ -1,8 +1,8 @@
-"""Where the cuts between ranks fall: arithmetic on the host, of integers alone.
+"""Where the tokens are cut between ranks: arithmetic on integers, on the host.
 
-Each rank holds one part of the text, in the order of the ranks. Its own sequences are those with a
-token in it; one that passes over a rank without tokens is its own too, and an empty sequence
-belongs to the rank at which it lies.
+Each rank holds one part of the tokens, in the order of the ranks. A rank's own sequences are those
+with a token in its part. A sequence that passes over a rank without tokens is its own too, and an
+empty sequence belongs to the rank at which it lies.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A rank's part of the text, for tensors of one length.
+    """A rank's part of the tokens, for tensors of one length.
 
-    rank: whose part it is.
-    lengths: tokens of every rank.
-    first: the number in the whole text of its first own sequence.
-    offsets: of its own sequences in its tensors, one more than they are; of none, (0,).
-    before, after: how many ranks before and after share its first and its last sequence.
-    cu_seqlens: the offsets on the tensors' device; None where each row of the batch is one
-        sequence.
+    rank: the rank.
+    lengths: number of tokens of every rank.
+    first: index of the rank's first own sequence among all sequences.
+    offsets: offsets of its own sequences in its tensors, one more than sequences; (0,) if it has
+    none.
+    before, after: number of earlier ranks that share its first sequence, and of later ranks that
+    share its last one.
+    cu_seqlens: the offsets on the tensors' device; None if each row of the batch is one sequence.
 
-    Properties are computed anew: torch.compile refuses to keep one in a frozen dataclass.
+    Properties are computed at each access: torch.compile cannot cache one in a frozen dataclass.
     """
 
     rank: int
@@ -40,41 +41,36 @@ class Cut:
 
     @property
     def count(self) -> int:
-        """The number of its own sequences."""
+        """The number of the rank's own sequences."""
         return len(self.offsets) - 1
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """The number in the whole text of each of its own sequences, the rows of states."""
+        """The index of each own sequence among all sequences; states have one row for each."""
         return tuple(range(self.first, self.first + self.count))
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """Start and end of its first sequence, start and end of its last."""
+        """Start and end of the first own sequence, then start and end of the last."""
         own = self.offsets
         return (*own[:2], *own[-2:]) if self.count else (0, 0, 0, 0)
 
     @property
     def last_tokens(self) -> int:
-        """Tokens of its last sequence here."""
+        """Tokens of the last own sequence on this rank."""
         return self.spans[3] - self.spans[2]
 
     @property
     def begins(self) -> bool:
-        """Whether its last sequence begins here."""
+        """Whether the last own sequence begins on this rank."""
         return self.count > 1 or (self.count == 1 and self.before == 0)
 
 
 def cut_text(
     offsets: Sequence[int], lengths: Sequence[int], rank: int, device: torch.device | None
 ) -> Cut:
-    """A rank's cut.
-
-    Args:
-        offsets: of the sequences in the whole text.
-        lengths: tokens of every rank.
-        rank: whose cut.
-        device: of cu_seqlens; None where each row of the batch is one sequence.
+    """A rank's cut, from the offsets of the sequences in the unsplit tokens. device is that of
+    cu_seqlens, or None if each row of the batch is one sequence.
     """
     starts = [sum(lengths[:r]) for r in range(len(lengths) + 1)]
     start, end = starts[rank : rank + 2]
@@ -99,5 +95,5 @@ def cut_text(
 
 
 def _meets(first: int, last: int, start: int, end: int) -> bool:
-    """Whether a sequence that is not empty has a token in a part, or passes over an empty one."""
+    """Whether a non-empty sequence has a token in a part, or passes over an empty part."""
     return first < start < last if start == end else first < end and last > start

@@ -1,4 +1,4 @@
-"""All that this package asks of the mode that a call is in: a graph that is made, or DTensors."""
+"""All checks of a call's mode in this package: whether a graph is recorded, and DTensors."""
 
 from __future__ import annotations
 
@@ -14,17 +14,12 @@ from gla_ext.ops._door import is_sharded
 
 
 def compare(context: Any, op: str, key: tuple, facts: Callable[[], dict[str, Any]]) -> None:
-    """Compares facts and a `CPContext` with those of the other ranks, once for a key.
+    """Checks that facts and a `CPContext` are the same on all ranks, once for each key.
 
-    Every rank must come here, or none: it is a collective call. Nothing is compared in graphs.
+    This is a collective call: all ranks must make it, or none. Nothing is compared in graphs.
 
-    Args:
-        op: the operator's name, for messages.
-        key: what the facts follow from.
-        facts: makes them, by name, readable as text.
-
-    Raises:
-        ValueError: a rank has others; every rank raises it, and names the first that differs.
+    The facts, given by name and compared as text, must be a function of the key. If a rank's facts
+    differ, every rank raises ValueError, which names the first difference.
     """
     key = (op, key)
     if context.size == 1 or torch.compiler.is_compiling() or key in context._compared:
@@ -47,13 +42,13 @@ def compare(context: Any, op: str, key: tuple, facts: Callable[[], dict[str, Any
 
 
 def refuse_in_graph(sentence: str) -> None:
-    """Raises ValueError while torch.compile makes a graph."""
+    """Raises ValueError while torch.compile records a graph."""
     if torch.compiler.is_compiling():
         raise ValueError(sentence)
 
 
 def check_all_sharded(op: str, tensors: dict[str, Tensor | None]) -> None:
-    """Raises NotImplementedError for a plain tensor among DTensors."""
+    """Raises NotImplementedError if one of the tensors is not a DTensor."""
     for name, t in tensors.items():
         if t is not None and not is_sharded(t):
             raise NotImplementedError(
@@ -63,12 +58,12 @@ def check_all_sharded(op: str, tensors: dict[str, Tensor | None]) -> None:
 
 
 def whole(t: Tensor | None) -> Tensor | None:
-    """A DTensor as the plain tensor that every rank gets; another as it is."""
+    """A DTensor's full tensor; a plain tensor is returned as it is."""
     return t.full_tensor() if t is not None and is_sharded(t) else t
 
 
 def cut_as(like: Tensor, t: Tensor) -> Tensor:
-    """A tensor that every rank has whole: sharded as `like` is, if that is a DTensor."""
+    """Shards `t`, which every rank has whole, as `like` is sharded if that is a DTensor."""
     if not is_sharded(like):
         return t
     return distribute_tensor(t, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""FLA's context of context parallelism, with its own cuts."""
+"""FLA's context of context parallelism, with FLA's own split of the tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from gla_ext.distributed._cuts import Cut
 from gla_ext.distributed._door import refuse_in_graph
 from gla_ext.distributed.context import CPContext, check_layout
 
-# On the offsets of FLA's object: FSDP2 with a policy that casts copies the object at every call.
+# Stored on the offsets, as FSDP2 with a casting policy copies FLA's object at every call.
 _KEPT = "_gla_ext_context"
 
 
 class _FromFLA(CPContext):
-    """The cuts of an `FLACPContext`: equal parts, packed sequences."""
+    """The split of an `FLACPContext`: equal parts, packed sequences."""
 
     def __init__(self, theirs: Any) -> None:
         super().__init__(theirs.group, None, None, theirs.conv1d_kernel_size)
@@ -39,8 +39,8 @@ def from_fla(theirs: Any) -> CPContext:
     """The `CPContext` of an `FLACPContext`.
 
     Raises:
-        ValueError: a context without a group, or of the zigzag layout; in a graph, one that no call
-            in eager mode has had.
+        ValueError: for a context without a group or with the zigzag layout; in a graph, for a
+            context that was not used in eager mode before.
     """
     if theirs.group is None:
         raise ValueError("cp_context: expected FLA's context to have a group, got None")
@@ -57,5 +57,5 @@ def from_fla(theirs: Any) -> CPContext:
 
 
 def _fields_of(theirs: Any) -> tuple[Any, ...]:
-    """What cuts follow from, beside the offsets."""
+    """The fields that determine the cuts, besides the offsets."""
     return (theirs.group.group_name, theirs.pre_num_ranks, theirs.post_num_ranks)

@@ -31,10 +31,11 @@ def chunk_gla_with_context(
     batch_invariant: bool,
     for_backward_bytes: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """`gla_ext.chunk_gla` of this rank's tokens, see there; context is the `CPContext`.
+    """`gla_ext.chunk_gla` for this rank's tokens, see there; context is the `CPContext`.
 
     Raises:
-        ValueError: cu_seqlens beside the context; shapes that do not fit it, or other ranks.
+        ValueError: cu_seqlens given together with the context; shapes that do not fit the context
+            or the other ranks.
     """
     if q.ndim != 4:
         raise ValueError(
@@ -63,7 +64,7 @@ def chunk_gla_with_context(
     by_rows = cut.cu_seqlens is None
     if by_rows and initial_state is not None:
         _check_rows(initial_state, B)
-        if cut.count == 0:  # no tokens here, and nothing begins; its gradient is 0
+        if cut.count == 0:  # no tokens here and no sequence begins; its gradient is 0
             initial_state = initial_state.masked_fill(initial_state.new_ones(()).bool(), 0)
     one_sequence = by_rows or cut.offsets == (0, cut.lengths[cut.rank])
     o, state = _across_ranks(
@@ -76,7 +77,7 @@ def chunk_gla_with_context(
 
 
 def check_offsets_are_the_contexts(op: str, cu_seqlens: Tensor | None, cut: Cut) -> None:
-    """Raises ValueError for offsets beside a context that are not its own."""
+    """Raises ValueError for offsets that are given together with a context but are not its own."""
     if cu_seqlens is not None and cu_seqlens is not cut.cu_seqlens:
         raise ValueError(
             f"{op}: expected cu_seqlens to be None beside cp_context, which has the offsets of the "
@@ -93,7 +94,7 @@ def _check_rows(initial_state: Tensor, B: int) -> None:
 
 
 def _facts(tokens: int | None, kinds: Sequence[Any], options: Sequence[Any]) -> dict[str, Any]:
-    """What must be alike on all ranks, by name; of tensors B, heads, width and dtype."""
+    """The facts that must be equal on all ranks, by name; for tensors B, heads, width and dtype."""
     facts: dict[str, Any] = dict.fromkeys(("q", "k", "v", "g", "gv"))
     for name, kind in zip(facts, kinds, strict=True):
         if kind is not None:

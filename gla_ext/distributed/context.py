@@ -1,4 +1,4 @@
-"""What every rank knows of a text that is cut over a process group."""
+"""CPContext: how a batch's tokens are split across a process group (context parallelism)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from gla_ext.ops.inputs import check_offsets
 
 
 class CPContext(LocalContext):
-    """A text cut over the ranks of a process group: what `build_cp_context` makes.
+    """Tokens that are split across the ranks of a process group; made by `build_cp_context`.
 
     group: the process group; rank and size are this process's in it.
-    lengths: tokens of every rank, or None: all hold as many.
-    cuts_rows_evenly: whether each row of the batch is one sequence, of which all hold as much.
-    conv1d_kernel_size: accepted as FLA's, and not looked at: a convolution knows its own.
+    lengths: number of tokens of every rank, or None if all have the same number.
+    cuts_rows_evenly: whether each row of the batch is one sequence, of which all ranks have equal
+    parts.
+    conv1d_kernel_size: accepted as in FLA and ignored, since a convolution knows its kernel size.
     """
 
     layout: ClassVar[str] = "contiguous"
@@ -50,10 +51,10 @@ class CPContext(LocalContext):
         self._compared: set[tuple] = set()
 
     def cut(self, T: int, device: torch.device) -> Cut:
-        """What this rank holds, of tensors with T tokens on a device.
+        """This rank's part, for tensors with T tokens on a device.
 
         Raises:
-            ValueError: T is not what `lengths` says; offsets beyond the last token.
+            ValueError: if T differs from `lengths`, or offsets are beyond the last token.
         """
         key = (int(T), device)
         if key not in self._cuts:
@@ -61,17 +62,17 @@ class CPContext(LocalContext):
         return self._cuts[key]
 
     def cut_of_states(self, T: int, device: torch.device) -> Cut:
-        """The same for whom states concern and tokens do not: of rows that are cut evenly it does
-        not depend on T, which may then be symbolic.
+        """`cut`, for calls that only use states and not tokens. For rows that are cut evenly it
+        does not depend on T, which may then be symbolic.
         """
         return self.cut(1 if self.cuts_rows_evenly and T >= 1 else T, device)
 
     def next_labels(self, labels: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """As in one process; the offsets are this context's."""
+        """As in one process, but with the offsets of this context."""
         return next_labels(labels, self).to(x.device)
 
     def check_shards(self, op: str, mesh: Any, roles: Sequence[str | None]) -> None:
-        """Refuses shards of tokens that are not this context's parts, and where there are none."""
+        """Raises NotImplementedError if tokens are not sharded as this context's parts."""
         found = [mesh.get_group(i) for i, role in enumerate(roles) if role == "tokens"]
         ranks = [dist.get_process_group_ranks(group) for group in (*found, self.group)]
         if len(ranks) != 2 or ranks[0] != ranks[1]:
@@ -104,7 +105,7 @@ class CPContext(LocalContext):
 
 
 def check_layout(op: str, layout: str) -> None:
-    """Raises ValueError for another layout of FLA's than 'contiguous'."""
+    """Raises ValueError for a layout of FLA other than 'contiguous'."""
     if layout != "contiguous":
         why = ", which balances attention; here equal parts cost the same" * (layout == "zigzag")
         raise ValueError(f"{op}: expected layout to be 'contiguous', got {layout!r}{why}")
@@ -120,28 +121,28 @@ def build_cp_context(
     *,
     lengths: Sequence[int] | None = None,
 ) -> CPContext:
-    """Says how a text is cut over the ranks of a process group, for `cp_context=`.
+    """Makes the `cp_context=` that tells how tokens are split across the ranks of a process group.
 
-    The arguments are those of `fla.ops.cp.build_cp_context`, the same on every rank. Build it once
-    a batch of offsets, or once where there are none.
+    The arguments are those of `fla.ops.cp.build_cp_context` and must be the same on every rank.
+    Build a context for each batch of offsets; without offsets, build one once.
 
     Args:
-        cu_seqlens: int32 or int64 `[N + 1]`, offsets of the packed sequences in the whole text,
-            before the cut; the text may go on after the last, and gives zeros there. Read once,
-            here. Default: None (each row of the batch is one sequence, cut by tokens).
+        cu_seqlens: int32 or int64 `[N + 1]`, offsets of the packed sequences in the unsplit tokens.
+            There may be tokens after the last offset; they give zeros. Read once, here.
+            Default: None (each row of the batch is one sequence, split by tokens).
         group: the process group. Default: all processes.
-        conv1d_kernel_size: accepted and not looked at. Default: None.
+        conv1d_kernel_size: accepted and ignored. Default: None.
         cu_seqlens_cpu: the same offsets on the CPU, which are read instead. Default: None.
-        use_tf32x3_affine_chain: True only; accepted for FLA's sake: states are folded in fp32.
+        use_tf32x3_affine_chain: True only; accepted because FLA has it: states are folded in fp32.
         layout: 'contiguous' only: rank r of W holds part r of W. FLA's 'zigzag' balances attention;
             here equal parts cost the same. Default: 'contiguous'.
-        lengths: tokens of each rank, W integers of 0 or more. Default: None (every rank holds as
-            many, what its tensors have).
+        lengths: number of tokens of each rank, W integers of 0 or more. Default: None (every rank
+            has the same number, that of its tensors).
 
     Raises:
-        ValueError: offsets that do not begin with 0 or fall, another layout, lengths that are not
-            one for each rank, no process group.
-        TypeError: offsets that are no tensor.
+        ValueError: offsets that do not begin with 0 or that decrease, another layout, lengths that
+            are not one for each rank, no process group.
+        TypeError: offsets that are not a tensor.
         NotImplementedError: use_tf32x3_affine_chain=False.
     """
     if not use_tf32x3_affine_chain:

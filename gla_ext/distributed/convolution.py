@@ -1,4 +1,4 @@
-"""What a short convolution reads of the tokens before this rank's: its halo."""
+"""The halo of a short convolution: the inputs that it reads from earlier ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,9 @@ def convolve_with_context(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-    """`LocalContext.convolve` of this rank's tokens; one small all-gather for all of them.
-
-    Args:
-        context: the `CPContext`.
-        caches: read where a sequence begins on this rank.
-
-    Returns:
-        The outputs; and the caches, 0 in rows of sequences that go on after this rank, or None.
+    """`LocalContext.convolve` for this rank's tokens, with one small all-gather for all
+    convolutions. Caches are read where a sequence begins on this rank. Returned caches are 0 for
+    sequences that continue on the next rank. context is the `CPContext`.
     """
     x = inputs[0]
     cut = context.cut(x.shape[1], x.device)
@@ -55,8 +50,8 @@ def convolve_with_context(
 def _tails(
     inputs: Sequence[Tensor], caches: Sequence[Tensor | None] | None, cut: Cut, width: int
 ) -> Tensor:
-    """The last inputs of this rank's last sequence, `[B, width, D]` of all convolutions; where it
-    begins here, before its first token those of its cache, or 0.
+    """The last inputs of this rank's last sequence for all convolutions, `[B, width, D]`. If the
+    sequence begins here, missing inputs come from its cache, or are 0.
     """
     pieces, n = [], min(cut.last_tokens, width)
     for i, x in enumerate(inputs):
@@ -71,8 +66,8 @@ def _tails(
 
 
 class _Halo(torch.autograd.Function):
-    """The inputs before this rank's first sequence, of the tails of all ranks: `[B, width, D]`
-    both, 0 where there are none. Every rank takes part, forward and backward.
+    """From the tails `[B, width, D]` of all ranks, the inputs before this rank's first sequence,
+    `[B, width, D]`, 0 where there are none. All ranks must call it, forward and backward.
     """
 
     @staticmethod
@@ -93,8 +88,8 @@ class _Halo(torch.autograd.Function):
         context, cut = ctx.context, ctx.cut
         every = all_gather(gradient, context.size, context.group_name)
         total, end = torch.zeros_like(gradient), gradient.shape[1]
-        # A follower's halo ends with what is between: this rank's tail stands before it, all of it
-        # where the sequence begins here.
+        # The halo of a later rank ends with the inputs of the ranks between; before those comes
+        # this rank's tail, all of it if the sequence begins here.
         for rank in range(cut.rank + 1, cut.rank + 1 + cut.after):
             n = end if cut.begins else min(cut.last_tokens, end)
             if n <= 0:
@@ -105,7 +100,7 @@ class _Halo(torch.autograd.Function):
 
 
 def _cache(W: int, given: Tensor | None, halo: Tensor | None, cut: Cut, x: Tensor) -> Tensor | None:
-    """The cache of all of this rank's sequences, `[N, D, W]`."""
+    """The caches of all of this rank's sequences, `[N, D, W]`."""
     if halo is None:
         return given
     by_rows = cut.cu_seqlens is None
@@ -115,13 +110,14 @@ def _cache(W: int, given: Tensor | None, halo: Tensor | None, cut: Cut, x: Tenso
     own = given if by_rows else given[:1]
     if not by_rows and cut.count == 0:
         entering = entering[:0]
-    # What enters, or a sequence's own cache; either way the halo's gradient is asked for.
+    # The entering inputs, or a sequence's own cache. Both depend on the halo, as all ranks must run
+    # its backward.
     own = entering if cut.before else own + entering
     return own if by_rows else torch.cat([own, given[1:]])
 
 
 def _ended(state: Tensor, cut: Cut) -> Tensor:
-    """The caches after the last token, 0 of what goes on on another rank."""
+    """The caches after the last token, 0 for sequences that continue on another rank."""
     if cut.cu_seqlens is None:
         return torch.zeros_like(state) if cut.after or not cut.count else state
     if cut.after == 0:

@@ -1,4 +1,4 @@
-"""The language models' loss over tokens that are cut over ranks."""
+"""The language models' loss if the tokens are split across ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from gla_ext.ops._context import goes_on
 
 
 def mean_over_ranks(context: Any, total: Tensor, count: Tensor | int, counted_here: bool) -> Tensor:
-    """`LocalContext.mean` on every rank, of the sum over this rank's tokens.
-
-    Returns:
-        The mean over all ranks. Its gradients are for what averages gradients over the group.
+    """`LocalContext.mean` over the tokens of all ranks, returned on every rank, from the sum over
+    this rank's tokens. Its gradients are scaled for a later average over the group.
     """
     if counted_here:
         count = all_sum(count, context.group_name)
@@ -24,10 +22,8 @@ def mean_over_ranks(context: Any, total: Tensor, count: Tensor | int, counted_he
 
 
 def next_labels(labels: Tensor, context: Any) -> Tensor:
-    """The label that follows each token, `[B, T]`; -100 after the last of a sequence.
-
-    Args:
-        labels: this rank's own, unshifted; the label across a cut is fetched.
+    """`LocalContext.next_labels` for this rank; the label after the last token comes from the next
+    rank.
     """
     T = labels.shape[1]
     cut = context.cut(T, labels.device)

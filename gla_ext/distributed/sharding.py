@@ -1,5 +1,5 @@
-"""The recurrence on DTensors: sharded over the batch or the heads, every rank computes its shard;
-over the tokens where a context says how they are cut.
+"""The recurrence on DTensors. If they are sharded by batch or heads, every rank computes its shard.
+They may be sharded by tokens if a cp_context tells how.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from gla_ext.distributed._door import check_all_sharded, whole
 from gla_ext.ops._context import context_of
 
-# Where batch and heads stand in states [N, H, K, V], which every rank of a cut text has whole.
+# Dimensions of batch and heads in states [N, H, K, V], which ranks that split tokens have whole.
 _STATE = {"batch": 0, "heads": 1}
 
 
@@ -28,21 +28,19 @@ def attend_on_shards(
 ) -> tuple[DTensor, DTensor | None]:
     """Calls `chunk_gla` or the recurrence on the shards of DTensors.
 
-    All take the placements of q, which on every dimension of the mesh are `Replicate()`, `Shard(0)`
-    (the batch) or `Shard(2)` (heads, of a number that divides), and on that of cp_context's group
-    `Shard(1)` (tokens); another tensor's are changed to them. Where tokens are sharded the final
-    state is `Partial()`.
+    All tensors get the placements of q. On each dimension of the mesh these may be `Replicate()`,
+    `Shard(0)` (batch) or `Shard(2)` (heads, if their number is divisible), and on the dimension of
+    cp_context's group `Shard(1)` (tokens). Other tensors are redistributed. If tokens are sharded,
+    the final state is `Partial()`.
 
     Args:
-        op: its name.
-        function: takes tokens' names, `initial_state` and `cu_seqlens`, gives o and a state.
-        tokens: q first, by name.
-        state: initial_state.
-        cp_context: how the tokens are cut. Default: they are not.
+        function: takes the tokens by name, `initial_state` and `cu_seqlens`; returns o and a state.
+        tokens: tensors by name, q first.
+        cp_context: how the tokens are split. Default: they are not.
 
     Raises:
-        NotImplementedError: other placements of q, plain tensors among DTensors, packed sequences
-            with a sharded batch, a context whose parts are not shards.
+        NotImplementedError: other placements of q, plain tensors mixed with DTensors, packed
+            sequences with a sharded batch, a context whose parts are not the shards.
     """
     q = tokens["q"]
     check_all_sharded(op, {**tokens, "initial_state": state})
@@ -64,8 +62,8 @@ def attend_on_shards(
         )
 
     def placements(dims: dict[str, int], summed: bool = False) -> list[Any]:
-        """Those of tensors whose sharded dimensions stand there. Where tokens are cut, states have
-        none: every rank has them whole, or a part that is summed.
+        """Placements of a tensor whose dimensions have the roles in `dims`. If tokens are split,
+        states have no dimension for that: every rank has them whole, or a part that is summed.
         """
         everywhere = Partial() if summed else Replicate()
         return [
@@ -77,8 +75,9 @@ def attend_on_shards(
         if t is None:
             return None
         for role, dim in dims.items():
-            _check_divides(op, name, t, role, dim, mesh, [found == role for found in roles])
-        # A state's gradient is one rank's, of those that have it whole.
+            sharded = [found == role for found in roles]
+            _check_divides(f"{op}: expected {role} of {name}", t, dim, mesh, sharded)
+        # Of ranks that all have the whole state, only one computes its gradient, so it is summed.
         return t.redistribute(placements=placements(dims)).to_local(
             grad_placements=placements(dims, summed=True)
         )
@@ -102,19 +101,18 @@ def step_on_shards(
 ) -> DTensor | None:
     """Calls an operator on a pool of states with DTensors.
 
-    The first of tokens is replicated or sharded over the heads, `Shard(2)`, on every dimension of
-    the mesh; the pool lies as it is written to, replicated or `Shard(1)` there. Other tokens are
-    redistributed.
+    The first of tokens must be replicated or sharded by the heads, `Shard(2)`, on each dimension of
+    the mesh. The pool is written in place, so it must already be replicated or `Shard(1)` there to
+    match. Other tokens are redistributed.
 
     Args:
-        op: its name.
-        function: takes tokens, state and rows by name; gives o or None.
-        rows: int tensors `[B]`, plain ones the same on every rank, and offsets of packed tokens.
-        out: refused, unless it is None.
+        function: takes tokens, state and rows by name; returns o or None.
+        rows: int tensors `[B]`, and offsets of packed tokens; plain tensors must be the same on all
+            ranks.
 
     Raises:
-        NotImplementedError: other placements of the first or of the pool, plain tensors among
-            DTensors, an output that is given.
+        NotImplementedError: other placements of the first tensor or of the pool, plain tensors
+            mixed with DTensors, an `out` that is given.
     """
     name, first = next(iter(tokens.items()))
     check_all_sharded(op, {**tokens, "state": state})
@@ -136,8 +134,9 @@ def step_on_shards(
             f"{op}: expected state to lie as {name}, {', '.join(map(str, expected))}, got "
             f"{', '.join(map(str, state.placements))}; redistribute it once, it is written in place"
         )
+    cut = [p != Replicate() for p in of_tokens]
     for label, t, dim in (*((n, t, 2) for n, t in tokens.items()), ("state", state, 1)):
-        _check_divides(op, label, t, "heads", dim, mesh, [p != Replicate() for p in of_tokens])
+        _check_divides(f"{op}: expected heads of {label}", t, dim, mesh, cut)
     local = {
         n: None if t is None else t.redistribute(placements=of_tokens).to_local()
         for n, t in tokens.items()
@@ -148,22 +147,16 @@ def step_on_shards(
 
 
 def replicated(t: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A tensor that every rank has, as a DTensor."""
+    """Wraps a tensor that is the same on every rank in a DTensor."""
     return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _check_divides(
-    op: str,
-    name: str,
-    t: Tensor | None,
-    role: str,
-    dim: int,
-    mesh: DeviceMesh,
-    sharded: Sequence[bool],
+    what: str, t: Tensor | None, dim: int, mesh: DeviceMesh, sharded: Sequence[bool]
 ) -> None:
     for size, cut in zip(mesh.shape, sharded, strict=True):
         if t is not None and cut and t.shape[dim] % size:
             raise NotImplementedError(
-                f"{op}: expected {role} of {name} to be a multiple of the mesh's {size}, got "
-                f"{t.shape[dim]}; redistribute it to Replicate()"
+                f"{what} to be a multiple of the mesh's {size}, got {t.shape[dim]}; redistribute "
+                "it to Replicate()"
             )

@@ -1,7 +1,7 @@
-"""Tensor parallelism: heads, MLP channels and the vocabulary over the ranks of a mesh.
+"""Tensor parallelism: heads, MLP channels and the vocabulary are split over the ranks of a mesh.
 
-Parameters become DTensors, for checkpoints and FSDP2; what passes through modules stays plain
-tensors: a module computes with its own shards. Two collectives a layer and direction, as in
+Parameters become DTensors, for checkpoints and FSDP2. Tensors passed between modules stay plain: a
+module computes with its own shards. Each layer needs two collectives per direction, as in
 Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053).
 """
 
@@ -24,11 +24,12 @@ from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
 from gla_ext.layers.swiglu import swiglu_linear
 from gla_ext.model.blocks import GLAMLP
 from gla_ext.ops._collectives import first_row, sum_gradients, sum_over_ranks
+from gla_ext.ops._sharding import contiguous_strides
 
 _CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "g_proj", *_CONVOLUTIONS)
 _MLP = ("gate_proj", "up_proj", "down_proj")
-# Classes of the modules inside a sharded one, by the last part of their names.
+# Allowed classes of the submodules of a sharded module, by the last part of their names.
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     **dict.fromkeys((*_BY_ROWS, *_MLP, "o_proj", "0", "1"), (nn.Linear,)),
     **dict.fromkeys(_CONVOLUTIONS, (ShortConvolution,)),
@@ -43,26 +44,27 @@ _MAY_HAVE_BIAS = (*_BY_ROWS, "1")  # "1": the second map of gk_proj
 def tensor_parallel_plan(
     module: nn.Module, *, loss_parallel: bool = False
 ) -> dict[str, ParallelStyle] | ParallelStyle:
-    """What `torch.distributed.tensor.parallel.parallelize_module` takes to shard a module.
+    """The plan to pass to `torch.distributed.tensor.parallel.parallelize_module` to shard a module.
 
-    Heads are divided over the ranks, so that num_heads and num_kv_heads must be multiples of the
-    mesh's size; so are the MLP's channels and, in any parts, the vocabulary. Caches then hold a
-    rank's heads. All ranks of the mesh get the same tokens, and draw the same where they sample:
-    seed them alike. Merge adapters into the weights and remove parametrizations first.
+    Heads are divided over the ranks, so num_heads and num_kv_heads must be multiples of the mesh's
+    size, and so must the MLP's channels. The vocabulary may be split unevenly. Caches then hold a
+    rank's heads. All ranks of the mesh must get the same tokens, and the same seed if they sample,
+    so that they draw the same tokens. Merge adapters into the weights and remove parametrizations
+    first.
 
     Args:
         module: a `GatedLinearAttention`, `Attention`, `MultiheadGLA`, `GLAMLP`, or a language model
             of `gla_ext.model` or `gla_ext.hf`.
-        loss_parallel: in train mode lm_head returns a DTensor `[B, T, vocab_size]` sharded over
-            the vocabulary, whose loss no rank computes whole. Default: False (all logits on every
-            rank).
+        loss_parallel: in train mode, lm_head returns a DTensor `[B, T, vocab_size]` sharded by the
+            vocabulary, and no rank computes the loss from all logits. Default: False (all logits on
+            every rank).
 
     Returns:
-        Names of modules and their styles; of a layer alone its style.
+        Names of modules and their styles; for a single layer its style.
 
     Raises:
-        TypeError: for another module. For a module inside it, by name, that is not as gla_ext
-            builds it: an adapter, a parametrization, a bias that gla_ext does not build, a
+        TypeError: for another module. Also for a submodule, which it names, that differs from what
+            gla_ext builds: an adapter, a parametrization, a bias that gla_ext does not build, a
             quantized or sharded weight.
     """
     if isinstance(module, HeadsParallel.kinds):
@@ -94,14 +96,16 @@ def tensor_parallel_plan(
 
 
 class _Style(ParallelStyle):
-    """Shards modules of exactly `kinds`. Code of another class, such as an adapter in a module's
-    place, would take a rank's part of a weight for the whole.
+    """Shards modules whose class is exactly one of `kinds`. Code of another class, such as an
+    adapter that replaces a module, would mistake a rank's part of a weight for the whole.
     """
 
     kinds: tuple[type[nn.Module], ...]
 
     def checked(self, module: nn.Module, name: str = "") -> Any:
-        """Returns itself; raises TypeError for a module, or a part of it, that it does not know."""
+        """Returns itself; raises TypeError if the module or a part of it differs from gla_ext's
+        own.
+        """
         owner = type(self).__name__
         for path, part in module.named_modules(prefix=name):
             last = "" if part is module else path.rpartition(".")[2]
@@ -125,7 +129,7 @@ class _Style(ParallelStyle):
 
 
 class Replicated(_Style):
-    """Every rank holds the parameters, and computes all."""
+    """Every rank holds the parameters and computes everything."""
 
     kinds = (RMSNorm,)
 
@@ -138,9 +142,7 @@ class Replicated(_Style):
 
 
 class HeadsParallel(_Style):
-    """A `GatedLinearAttention`, the one in a `MultiheadGLA`, or an `Attention`: each rank has its
-    heads.
-    """
+    """Shards a `GatedLinearAttention`, the one in a `MultiheadGLA`, or an `Attention` by heads."""
 
     kinds = (Attention, GatedLinearAttention, MultiheadGLA)
 
@@ -150,13 +152,8 @@ class HeadsParallel(_Style):
             _hold(module, device_mesh, {"bias": None})
             self._apply(module.attention, device_mesh)
             return module
-        size = device_mesh.size()
-        for name in ("num_heads", "num_kv_heads"):
-            if getattr(module, name) % size:
-                raise ValueError(
-                    f"HeadsParallel: expected {name} to be a multiple of the mesh's size {size}, "
-                    f"got {getattr(module, name)}"
-                )
+        heads = {name: getattr(module, name) for name in ("num_heads", "num_kv_heads")}
+        _check_divides("HeadsParallel", device_mesh, **heads)
         for name in _BY_ROWS:
             child = getattr(module, name, None)
             if child is not None:
@@ -170,18 +167,13 @@ class HeadsParallel(_Style):
 
 
 class MLPParallel(_Style):
-    """A `GLAMLP`: each rank has its channels."""
+    """Shards a `GLAMLP` by channels."""
 
     kinds = (GLAMLP,)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.checked(module)
-        size, width = device_mesh.size(), module.gate_proj.out_features
-        if width % size:
-            raise ValueError(
-                f"MLPParallel: expected intermediate_size to be a multiple of the mesh's size "
-                f"{size}, got {width}"
-            )
+        _check_divides("MLPParallel", device_mesh, intermediate_size=module.gate_proj.out_features)
         for name, dim in zip(_MLP, (0, 0, 1), strict=True):
             _hold(getattr(module, name), device_mesh, {"weight": dim})
 
@@ -193,10 +185,8 @@ class MLPParallel(_Style):
 
 
 class VocabularyParallel(_Style):
-    """Embeddings or lm_head: each rank has rows of the vocabulary.
-
-    Args:
-        loss_parallel: see `tensor_parallel_plan`. Default: False.
+    """Shards embeddings or lm_head by rows of the vocabulary. loss_parallel (default False) is as
+    in `tensor_parallel_plan`.
     """
 
     kinds = (nn.Embedding, nn.Linear)
@@ -210,10 +200,17 @@ class VocabularyParallel(_Style):
         _hold(module, device_mesh, {"weight": 0})
         group_name = device_mesh.get_group().group_name
         if isinstance(module, nn.Embedding):
-            _subclass(module, {"forward": _embed(device_mesh, group_name)})
-        else:
-            _subclass(module, {"forward": _logits(device_mesh, group_name, self.loss_parallel)})
-        return module
+            return _subclass(module, {"forward": _embed(device_mesh, group_name)})
+        return _subclass(module, {"forward": _logits(device_mesh, group_name, self.loss_parallel)})
+
+
+def _check_divides(owner: str, mesh: DeviceMesh, **sizes: int) -> None:
+    for name, n in sizes.items():
+        if n % mesh.size():
+            raise ValueError(
+                f"{owner}: expected {name} to be a multiple of the mesh's size {mesh.size()}, got "
+                f"{n}"
+            )
 
 
 def _embed(mesh: DeviceMesh, group_name: str) -> Any:
@@ -235,17 +232,8 @@ def _logits(mesh: DeviceMesh, group_name: str, loss_parallel: bool) -> Any:
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
         local = F.linear(sum_gradients(x, group_name), self.weight)
         shape = (*local.shape[:-1], self.out_features)
-        strides = [1]
-        for n in reversed(shape[1:]):
-            strides.insert(0, strides[0] * n)
-        logits = DTensor.from_local(
-            local,
-            mesh,
-            [Shard(local.ndim - 1)],
-            run_check=False,
-            shape=shape,
-            stride=tuple(strides),
-        )
+        whole = {"run_check": False, "shape": shape, "stride": contiguous_strides(shape)}
+        logits = DTensor.from_local(local, mesh, [Shard(local.ndim - 1)], **whole)
         if loss_parallel and self.training:
             return logits
         return logits.full_tensor(grad_placements=[Replicate()])
@@ -254,7 +242,7 @@ def _logits(mesh: DeviceMesh, group_name: str, loss_parallel: bool) -> Any:
 
 
 def _between_sums(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """The gradient of the module's input is the sum of the ranks', and so is its output."""
+    """Sums the gradient of the module's input over the ranks, and its output."""
     group_name = mesh.get_group().group_name
     compute = type(module).forward
 
@@ -270,11 +258,9 @@ def _between_sums(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def _hold(
     module: nn.Module, mesh: DeviceMesh, dims: dict[str, int | None], partial: bool = False
 ) -> None:
-    """Makes parameters DTensors, sharded by a dimension or replicated, of which the module's own
-    code sees this rank's part.
-
-    Args:
-        partial: the part's gradient is that of this rank's heads alone; the ranks' are summed.
+    """Makes parameters DTensors, sharded by a dimension or replicated. The module's own code sees
+    this rank's part. `partial`: the gradient comes only from this rank's heads, and is summed over
+    the ranks.
     """
     group_name = mesh.get_group().group_name
     properties = {}
@@ -290,7 +276,9 @@ def _hold(
 
 
 def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> nn.Parameter:
-    """The parameter as a DTensor; one that stands twice, as tied embeddings, is one."""
+    """The parameter as a DTensor. A parameter used twice, as tied embeddings are, becomes one
+    DTensor.
+    """
     known = getattr(parameter, "_gla_ext_sharded", None)
     if known is not None and known.device_mesh == mesh and known.placements == (placement,):
         return known
@@ -303,7 +291,7 @@ def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> n
 def _local_part(name: str, mesh: DeviceMesh, group_name: str | None) -> Any:
     def part(self: nn.Module) -> Tensor:
         parameter = self._parameters[name]
-        # FSDP2 asks for what it has sharded over further ranks, as it is.
+        # FSDP2 reads parameters that it has sharded over further ranks; return them unchanged.
         if getattr(parameter, "device_mesh", None) != mesh:
             return parameter
         local = parameter.to_local()
@@ -313,16 +301,7 @@ def _local_part(name: str, mesh: DeviceMesh, group_name: str | None) -> Any:
 
 
 def _subclass(module: nn.Module, members: dict[str, Any]) -> nn.Module:
-    """Gives the module a class of its own, of its class's name, with these members."""
+    """Gives the module its own subclass, with the same name and with these members."""
     cls = type(module)
     module.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **members})
     return module
-
-
-__all__ = [
-    "HeadsParallel",
-    "MLPParallel",
-    "Replicated",
-    "VocabularyParallel",
-    "tensor_parallel_plan",
-]

@@ -1,4 +1,4 @@
-"""FLA's `GatedLinearAttention` on one rank's tokens: what `accelerate_fla` adds to its forward."""
+"""FLA's `GatedLinearAttention` with a cp_context, which `accelerate_fla` adds to its forward."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.layers.short_convolution import causal_convolution
-from gla_ext.ops._context import NO_MASK, context_of, refuse_context
-from gla_ext.ops.chunk import chunk_gla
+from gla_ext.ops._context import NO_MASK, refuse_context
 
 
 def layer_forward(original: Callable) -> Callable:
-    """FLA's forward, which knows no context, but where one is given."""
+    """FLA's forward, which has no cp_context, or gla_ext's if a cp_context is given."""
 
     def forward(
         self: nn.Module,
@@ -37,66 +36,20 @@ def layer_forward(original: Callable) -> Callable:
 
 
 def _forward(
-    layer: nn.Module,
-    x: Tensor,
-    past_key_values: Any | None,
-    use_cache: bool,
-    kwargs: dict[str, Any],
+    layer: nn.Module, x: Tensor, cache: Any | None, use_cache: bool, kwargs: dict[str, Any]
 ) -> tuple[Tensor, None, Any | None]:
-    cp_context, cu_seqlens = kwargs["cp_context"], kwargs.get("cu_seqlens")
-    entry = None
-    if past_key_values is not None and len(past_key_values) > layer.layer_idx:
-        entry = past_key_values[layer.layer_idx]
-    q, k, v = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
-    conv_state = None
+    """gla_ext's forward with FLA's modules, which have the same names."""
+    ours = object.__new__(GatedLinearAttention)
+    vars(ours).update(vars(layer), mode="chunk", batch_projections=False)
     if layer.use_short_conv:
-        convolutions = (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)
-        (q, k, v), conv_state = context_of(cp_context).convolve(
-            [_Convolution(conv) for conv in convolutions],
-            (q, k, v),
-            None if entry is None else entry["conv_state"],
-            use_cache,
-            cu_seqlens,
-        )
-    gk = F.logsigmoid(layer.gk_proj(x)) / layer.gate_logit_normalizer
-    if layer.clamp_min is not None:
-        gk = gk.clamp_min(layer.clamp_min)
-    K, V = layer.head_k_dim, layer.head_v_dim
-    q, k, v, gk = (t.unflatten(-1, (-1, n)) for t, n in ((q, K), (k, K), (v, V), (gk, K)))
-    if layer.feature_map_fn is not None:
-        q, k = layer.feature_map_fn(q), layer.feature_map_fn(k)
-    o, state = chunk_gla(
-        q,
-        k,
-        v,
-        gk,
-        initial_state=None if entry is None else entry["recurrent_state"],
-        output_final_state=use_cache,
-        state_v_first=True,
-        cu_seqlens=cu_seqlens,
-        cp_context=cp_context,
-    )
-    if past_key_values is not None:
-        past_key_values.update(
-            layer_idx=layer.layer_idx,
-            recurrent_state=state,
-            conv_state=conv_state,
-            offset=x.shape[1],
-        )
-    return layer.o_proj(_norm_and_gate(layer, o, x)), None, past_key_values
-
-
-def _norm_and_gate(layer: nn.Module, o: Tensor, x: Tensor) -> Tensor:
-    if not layer.use_output_gate:
-        return layer.g_norm(o).flatten(-2)
-    gate = layer.g_proj(x)
-    if layer.fuse_norm_and_gate:
-        return layer.g_norm_swish_gate(o, gate.unflatten(-1, (-1, layer.head_v_dim))).flatten(-2)
-    return layer.g_norm(o).flatten(-2) * layer.gate_fn(gate)
+        names = ("q_conv1d", "k_conv1d", "v_conv1d")
+        vars(ours).update({name: _Convolution(getattr(layer, name)) for name in names})
+    own = {name: kwargs.get(name) for name in ("cu_seqlens", "cp_context")}
+    return ours.forward(x, past_key_values=cache, use_cache=use_cache, **own)
 
 
 class _Convolution:
-    """FLA's module as `convolve` calls one: by gla_ext's operator, for its cache's gradient."""
+    """FLA's convolution with gla_ext's operator, as the cache needs a gradient."""
 
     def __init__(self, conv: nn.Module) -> None:
         if conv.activation is None:

@@ -1,4 +1,4 @@
-"""The switch: FLA's operators for those of gla_ext, wherever they were imported, and back."""
+"""Replaces FLA's operators by those of gla_ext, wherever they were imported, and restores them."""
 
 from __future__ import annotations
 
@@ -27,50 +27,51 @@ _lock = threading.RLock()
 _originals: dict[str, Callable] = {}
 _warned: set[tuple[str, str]] = set()
 _old_gpus: set[int] = set()
-_layers_before: list[tuple[Any, str, Any]] | None = None  # what `layers.replace` returned
+_layers_before: list[tuple[Any, str, Any]] | None = None  # the result of `layers.replace`
 
 
 def accelerate_fla() -> None:
-    """Makes FLA's GLA operators, wherever they were imported, those of gla_ext.
+    """Replaces FLA's GLA operators, wherever they were imported, by those of gla_ext.
 
     - `chunk_gla`, `fused_chunk_gla` and `fused_recurrent_gla` are replaced in every loaded module
-      that holds them, the layers of other models and the caller's own modules included, and in the
-      modules later imports take them from. References elsewhere (in a closure, as a default
+      that holds them, including the layers of other models and the caller's own modules, and in the
+      modules from which later imports take them. References elsewhere (in a closure, as a default
       argument) stay FLA's.
-    - So are those with one gate a head, or none: `chunk_simple_gla`, `chunk_retention`,
-      `chunk_lightning_attn`, `chunk_linear_attn` and their fused_chunk and fused_recurrent forms,
-      and with them the layers that call them (`SimpleGatedLinearAttention`, `MultiScaleRetention`,
-      `LinearAttention`, `YOCOGatedRetention`), where this FLA has them with 0.6.0's arguments.
-    - A call with what gla_ext does not support goes to FLA; each reason is warned of once.
-    - `FusedRMSNormGated` without a residual is gla_ext's operator too, `rms_norm` of
-      `gla_ext.layers.norms`, where this build has kernels. So is `RMSNorm` without a bias where
-      gradients are computed, by `rms_norm_residual`: it norms the sum as it is stored, FLA's before
-      it is rounded. Inside `torch.compile`, where FLA's kernels would break the graph, that
-      `RMSNorm` is plain torch operations. On a CPU and inside `torch.compile` `ShortConvolution`
-      (with SiLU) is gla_ext's operator, where this build has kernels, and the activations of
-      `GatedLinearAttention`, of the layers that are there and of those to come, are plain torch
-      operations, as is, inside `torch.compile`, its unpadding. With them it compiles whole.
-      Such a convolution returns the next cache and does not write over the one it is given.
-      `swiglu` and `swiglu_linear`, and with them the MLPs of FLA's models, are gla_ext's operators
-      there. Elsewhere they stay FLA's.
+    - Operators with one gate per head, or none, are replaced too: `chunk_simple_gla`,
+      `chunk_retention`, `chunk_lightning_attn`, `chunk_linear_attn` and their fused_chunk and
+      fused_recurrent forms, and so the layers that call them (`SimpleGatedLinearAttention`,
+      `MultiScaleRetention`, `LinearAttention`, `YOCOGatedRetention`). This requires that the
+      installed FLA has them with 0.6.0's arguments.
+    - A call that gla_ext does not support runs FLA's code; a warning is given once for each reason.
+    - `FusedRMSNormGated` without a residual becomes gla_ext's operator, `rms_norm` of
+      `gla_ext.layers.norms`, where this build has kernels. `RMSNorm` without a bias becomes
+      `rms_norm_residual` where gradients are computed. It norms the sum as it is stored, FLA's
+      norms the sum before rounding. Inside `torch.compile`, where FLA's kernels would break the
+      graph, this `RMSNorm` is plain torch operations.
+    - On a CPU and inside `torch.compile`, `ShortConvolution` (with SiLU) becomes gla_ext's
+      operator, where this build has kernels. It returns the next cache and does not overwrite the
+      given one. There, `swiglu` and `swiglu_linear`, and so the MLPs of FLA's models, become
+      gla_ext's operators, and the activations of existing and future `GatedLinearAttention` layers
+      become plain torch operations. Inside `torch.compile` so does the unpadding of that layer,
+      which then compiles into one graph. Elsewhere these stay FLA's.
     - On a CPU `FusedCrossEntropyLoss` and `FusedLinearCrossEntropyLoss` are plain torch operations,
       so that FLA's GLA models train and generate there.
     - `generate` of FLA's models gets the cache, which transformers 5.24 passes as `cache`.
-    - FLA's `Attention`, of hybrid models, needs the package flash_attn; where that is absent, what
-      it imports from there is gla_ext's, on torch's kernels, until `restore_fla`. Call
+    - FLA's `Attention`, in hybrid models, needs the package flash_attn. If that is missing,
+      gla_ext's functions, based on torch's kernels, replace its functions until `restore_fla`. Call
       `accelerate_fla` before such a model is built. On a CPU its rotary embedding is torch's
       operations.
-    - `chunk_gla` and FLA's `GatedLinearAttention` take `cp_context`, gla_ext's or FLA's own, which
-      FLA's have not: see `gla_ext.distributed`.
-    - FLA's layers in mode 'fused_chunk' raise NotImplementedError as before: their call passes on
-      neither `cu_seqlens` nor the layout of the state.
+    - `chunk_gla` and FLA's `GatedLinearAttention` accept `cp_context`, gla_ext's or FLA's own,
+      which FLA's versions do not: see `gla_ext.distributed`.
+    - FLA's layers in mode 'fused_chunk' still raise NotImplementedError: their call passes neither
+      `cu_seqlens` nor the layout of the state.
 
-    A second call takes in modules and layers loaded since the first that kept FLA's functions. Safe
-    to call from any thread.
+    A second call also replaces FLA's functions in modules and layers that were loaded since the
+    first. It may be called from any thread.
 
     Raises:
-        ImportError: FLA is not installed, or cannot be imported.
-        NotImplementedError: this version of FLA has other signatures; nothing is replaced then.
+        ImportError: if FLA is not installed, or cannot be imported.
+        NotImplementedError: if this version of FLA has other signatures; nothing is replaced then.
     """
     global _layers_before
     with _lock:
@@ -83,7 +84,7 @@ def accelerate_fla() -> None:
 
 
 def restore_fla() -> None:
-    """Undoes `accelerate_fla`, if need be: every module holds FLA's functions again."""
+    """Undoes `accelerate_fla` if it was called: every module holds FLA's functions again."""
     global _layers_before
     with _lock:
         if _layers_before is not None:
@@ -93,12 +94,12 @@ def restore_fla() -> None:
 
 
 def is_accelerated() -> bool:
-    """Whether FLA's operators are gla_ext's now."""
+    """Whether gla_ext's operators are now in place of FLA's."""
     return _layers_before is not None
 
 
 def _fused_chunk_gla(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """`chunk_gla`, which FLA's `fused_chunk_gla` refers its callers to."""
+    """`chunk_gla`, which FLA's `fused_chunk_gla` tells its callers to use."""
     return _REPLACEMENTS["chunk_gla"](*args, **kwargs)
 
 
@@ -111,8 +112,8 @@ def _run(
     ignored: dict[str, Any],
     unknown: dict[str, Any],
 ) -> Any:
-    """An operator on gla_ext, or on FLA where gla_ext does not support the call."""
-    if name == "chunk_gla" and "cp_context" in unknown:  # which FLA's has not
+    """Runs an operator of gla_ext, or FLA's if gla_ext does not support the call."""
+    if name == "chunk_gla" and "cp_context" in unknown:  # which FLA's function lacks
         if unknown["cp_context"] is not None:
             return _call(ours, *operands, **gates, **arguments, **unknown)
         del unknown["cp_context"]
@@ -128,23 +129,23 @@ def _run(
     if why_not is not None:
         _warn_once(name, why_not)
         return _originals[name](*operands, **gates, **arguments, **ignored, **unknown)
-    if state is not None:  # FLA reads it in any dtype
-        pair = tuple(x if x is None else x.to(_state_dtype(q)) for x in pair)
+    if state is not None:  # FLA accepts any dtype
+        wide = torch.promote_types(q.dtype, torch.float32)
+        pair = tuple(x if x is None else x.to(wide) for x in pair)
         arguments["initial_state"] = pair if isinstance(state, tuple) else pair[0]
     return _call(ours, *operands, **gates, **arguments, **unknown)
 
 
 def _swiglu(x: Tensor, y: Tensor) -> Tensor:
-    """`fla.modules.activations.swiglu`, on gla_ext where FLA's kernel cannot serve."""
+    """`fla.modules.activations.swiglu`, by gla_ext where FLA's kernel cannot run."""
     ours = needs_torch(x) and _has_kernels(x)
-    return swiglu.swiglu(x, y) if ours else _originals["swiglu"](x, y)
+    return (swiglu.swiglu if ours else _originals["swiglu"])(x, y)
 
 
 def _swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`fla.modules.activations.swiglu_linear`, likewise."""
-    if needs_torch(x) and _has_kernels(x):
-        return swiglu.swiglu_linear(x, y, weight, bias)
-    return _originals["swiglu_linear"](x, y, weight, bias)
+    """`fla.modules.activations.swiglu_linear`, by gla_ext where FLA's kernel cannot run."""
+    ours = needs_torch(x) and _has_kernels(x)
+    return (swiglu.swiglu_linear if ours else _originals["swiglu_linear"])(x, y, weight, bias)
 
 
 _REPLACEMENTS = {
@@ -162,7 +163,7 @@ _HOMES = {
 
 
 def _find_originals() -> None:
-    """Imports FLA and keeps its functions, after a look at their arguments."""
+    """Imports FLA and stores its functions, after a check of their arguments."""
     try:
         originals = {
             name: getattr(importlib.import_module(home), name) for name, home in _HOMES.items()
@@ -184,20 +185,20 @@ def _find_originals() -> None:
         try:
             function = getattr(importlib.import_module(home), name)
         except (ImportError, AttributeError):
-            continue  # an FLA that has it elsewhere, or not
+            continue  # this FLA has it elsewhere, or lacks it
         if simple.arguments_of(function) == simple.arguments(name):
             _originals[name] = function
 
 
 def _find_old_gpus() -> None:
-    """Notes the GPUs that no kernel of gla_ext's runs on; a graph cannot ask for them."""
+    """Finds the GPUs that gla_ext's kernels do not support; this cannot be queried in a graph."""
     if torch.cuda.is_available():
         gpus = range(torch.cuda.device_count())
         _old_gpus.update(i for i in gpus if torch.cuda.get_device_capability(i) < (8, 0))
 
 
 def _swap(functions: dict[int, Callable]) -> None:
-    """Replaces, in every loaded module, the functions whose ids are given."""
+    """Replaces, in every loaded module, the functions with the given ids."""
     for module_name, module in list(sys.modules.items()):
         if module is sys.modules[__name__] or not isinstance(module, ModuleType):
             continue
@@ -220,7 +221,7 @@ def _why_not(
     cu_seqlens: Tensor | None,
     unknown: Iterable[str],
 ) -> str | None:
-    """What of a call gla_ext does not support, or None. Wrong shapes are left to the operator."""
+    """Why gla_ext does not support a call, or None. The operators check shapes themselves."""
     if unknown:
         return f"the keyword {min(unknown)}"
     if scale is not None and not isinstance(scale, int | float):
@@ -245,41 +246,34 @@ def _why_not(
             return f"a gate in {gate.dtype} beside q in {dtype}"
     if cu_seqlens is not None and cu_seqlens.dtype not in (torch.int32, torch.int64):
         return f"cu_seqlens in {cu_seqlens.dtype}"
-    return None if on_cpu else _why_not_on_cuda(q, v)
+    if on_cpu:
+        return None
+    if _has_no_cuda:
+        return "CUDA in this build of gla_ext"
+    if device.index in _old_gpus:
+        return "a GPU below compute capability 8.0"
+    if max(q.shape[-1], v.shape[-1]) > _MAX_CUDA_SIZE:
+        return f"K or V above {_MAX_CUDA_SIZE}"
+    return None
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Whether this build has kernels where x is."""
+    """Whether this build has kernels for x's device."""
     if x.device.type == "cuda":
         return not _has_no_cuda and x.device.index not in _old_gpus
     return x.device.type == "cpu"
-
-
-def _why_not_on_cuda(q: Tensor, v: Tensor) -> str | None:
-    """What of a call on CUDA this build's kernels do not support, or None."""
-    if _has_no_cuda:
-        return "CUDA in this build of gla_ext"
-    if q.device.index in _old_gpus:
-        return "a GPU below compute capability 8.0"
-    if q.shape[-1] > _MAX_CUDA_SIZE or v.shape[-1] > _MAX_CUDA_SIZE:
-        return f"K or V above {_MAX_CUDA_SIZE}"
-    return None
 
 
 _has_no_cuda = _C.build_info()["cuda"] is None
 
 
 def _fits(x: Tensor, q: Tensor) -> bool:
-    """Whether the operators take a gate or a state of x's dtype beside q."""
+    """Whether the operators accept a gate or a state of x's dtype together with q."""
     return x.dtype in (_FLOATS if q.dtype in _FLOATS else (q.dtype,))
 
 
-def _state_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
 def _call(operator: Callable, q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Calls an operator without autocast: FLA's compute in the dtype that they are given."""
+    """Calls an operator with autocast off: FLA's operators compute in the dtype of their inputs."""
     if not torch.is_autocast_enabled(q.device.type):
         return operator(q, *args, **kwargs)
     with torch.autocast(q.device.type, enabled=False):
@@ -288,12 +282,12 @@ def _call(operator: Callable, q: Tensor, *args: Any, **kwargs: Any) -> tuple[Ten
 
 @torch.compiler.disable
 def _warn_once(name: str, why_not: str) -> None:
-    """Warns that a call went to FLA, once a reason."""
+    """Warns that a call runs FLA's code, once for each reason."""
     with _lock:
         if (name, why_not) in _warned:
             return
         _warned.add((name, why_not))
     warnings.warn(
         f"{name} runs FLA's kernels where gla_ext does not support the call: {why_not}",
-        stacklevel=5,  # of the caller, past the operator and what keeps this out of graphs
+        stacklevel=5,  # the caller's line, outside of the wrappers
     )

@@ -1,8 +1,8 @@
-"""What `gla_ext.fla` puts in the place of the activations that FLA's GLA layers hold.
+"""Replacements for the activations that FLA's GLA layers hold.
 
-A layer keeps as an attribute the bound `apply` of an autograd function, which `torch.compile`
-cannot trace, and not the name it was made from. So the layers there are have theirs exchanged, and
-those made later find ours in the table that they look into.
+A layer stores the bound `apply` of an autograd function, which `torch.compile` cannot trace,
+instead of the name that it was made from. Therefore the activations of existing layers are
+replaced, and new layers find the replacements in the table from which they take activations.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from gla_ext.ops._door import in_graphs
 _ATTRIBUTES = ("gate_fn", "feature_map_fn")
 
 
-# Whether FLA's Triton kernels cannot serve a tensor, or would break a graph.
+# Whether FLA's Triton kernels cannot process a tensor, or would break a graph.
 needs_torch: Callable[[Tensor], bool] = in_graphs(lambda x: True, lambda x: x.device.type == "cpu")
 
 
 class Activation:
-    """FLA's activation of that name; in plain torch where its kernels cannot serve.
+    """FLA's activation of that name, in plain torch where FLA's kernels cannot run.
 
-    A class, so that it is known again in a copy and in a pickle of a layer.
+    It is a class, so that `put_back` recognizes it in a copied or unpickled layer too.
     """
 
     def __init__(self, name: str) -> None:
@@ -39,7 +39,7 @@ class Activation:
 
 
 def table(layers: ModuleType) -> dict[str, Callable]:
-    """What stands for the table of activations that `fla.layers.gla` looks into."""
+    """The table that replaces the table of activations in `fla.layers.gla`."""
     return {
         name: Activation(name) if name in ACTIVATIONS else function
         for name, function in layers.ACT2FN.items()
@@ -47,7 +47,7 @@ def table(layers: ModuleType) -> dict[str, Callable]:
 
 
 def replace(layers: ModuleType) -> None:
-    """Exchanges the activations of all layers of `fla.layers.gla` there are."""
+    """Replaces the activations of all existing layers of `fla.layers.gla`."""
     for layer, attribute, function in _held(layers):
         name = next((name for name in ACTIVATIONS if _flas(name) == function), None)
         if name is not None:
@@ -55,7 +55,7 @@ def replace(layers: ModuleType) -> None:
 
 
 def put_back(layers: ModuleType) -> None:
-    """Undoes `replace`, also in layers made since."""
+    """Undoes `replace`, also in layers made afterwards."""
     for layer, attribute, function in _held(layers):
         if isinstance(function, Activation):
             setattr(layer, attribute, _flas(function.name))
@@ -68,7 +68,7 @@ def _flas(name: str) -> Callable:
 def _held(layers: ModuleType) -> Iterator[tuple[nn.Module, str, Any]]:
     """Each layer, the name of an attribute that may be an activation, and its value."""
     for layer in gc.get_objects():
-        # An object's __class__ may be a lie that imports something.
+        # Not isinstance: an object's __class__ may be a property that imports something.
         if issubclass(type(layer), layers.GatedLinearAttention):
             for name in _ATTRIBUTES:
                 if vars(layer).get(name) is not None:

@@ -1,5 +1,5 @@
-"""What `gla_ext.fla` puts in the place of flash_attn, which FLA's `Attention` needs, where that
-package is absent; and of FLA's rotary embedding, whose kernel does not run on a CPU.
+"""Replacements for flash_attn, which FLA's `Attention` needs, if that package is missing; and for
+FLA's rotary embedding, whose kernel does not run on a CPU.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gla_ext.layers.attention import rotary_embedding
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
-    """Owners, names and what stands there."""
+    """Owner, name and new value of each attribute to replace."""
     try:
         layer = importlib.import_module("fla.layers.attn")
         rotary = importlib.import_module("fla.modules").RotaryEmbedding
-    except ModuleNotFoundError:  # fla-core alone has no layers
+    except ModuleNotFoundError:  # the package fla-core has no layers
         return []
     changes: list[tuple[Any, str, Any]] = [(rotary, "forward", _rotary_forward(rotary.forward))]
     if layer.flash_attn_func is None:
@@ -38,7 +38,7 @@ def flash_attn_func(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """flash_attn's function of that name, of q `[B, T, H, D]` and k, v `[B, L, HK, D]`, L >= T."""
+    """flash_attn's function of that name, for q `[B, T, H, D]` and k, v `[B, L, HK, D]`, L >= T."""
     window = _window(causal, window_size)
     B, T, L = q.shape[0], q.shape[1], k.shape[1]
     if T == L:
@@ -62,7 +62,7 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """flash_attn's function of that name, of q `[TQ, H, D]` and k, v `[TK, HK, D]`."""
+    """flash_attn's function of that name, for q `[TQ, H, D]` and k, v `[TK, HK, D]`."""
     window = _window(causal, window_size)
     longest = (int(max_seqlen_q), int(max_seqlen_k))
     return attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, window)
@@ -78,7 +78,7 @@ def _window(causal: bool, window_size: tuple[int, int]) -> int | None:
 
 
 def _rotary_forward(original: Callable) -> Callable:
-    """`RotaryEmbedding.forward`."""
+    """Makes the replacement for `RotaryEmbedding.forward`."""
 
     def forward(
         self: nn.Module,
@@ -92,16 +92,13 @@ def _rotary_forward(original: Callable) -> Callable:
     ) -> tuple[Tensor, Tensor]:
         if self.interleaved or self.scale is not None or not needs_torch(q):
             return original(self, q, k, seqlen_offset, cu_seqlens, max_seqlen, *args, **kwargs)
-        positions = torch.arange(q.shape[1], device=q.device)
+        positions, offset = torch.arange(q.shape[1], device=q.device), seqlen_offset
         if cu_seqlens is not None:
             of = sequence_of(cu_seqlens, q.shape[1])
             positions = positions - cu_seqlens[of]
-            offset = seqlen_offset[of] if isinstance(seqlen_offset, Tensor) else seqlen_offset
-            positions = positions + offset
-        elif isinstance(seqlen_offset, Tensor):
-            positions = positions + seqlen_offset.unsqueeze(-1)
-        else:
-            positions = positions + seqlen_offset
-        return tuple(rotary_embedding(x, positions, self.base) for x in (q, k))
+            offset = offset[of] if isinstance(offset, Tensor) else offset
+        elif isinstance(offset, Tensor):
+            offset = offset.unsqueeze(-1)
+        return tuple(rotary_embedding(x, positions + offset, self.base) for x in (q, k))
 
     return forward

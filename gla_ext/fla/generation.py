@@ -1,6 +1,7 @@
 """`generate` of FLA's models with transformers 5.24, which passes the cache as `cache`.
 
-FLA's forwards ignore that keyword, and would go on from the last token alone, without a state.
+FLA's forwards ignore that keyword, so they would continue from only the last token, without a
+state.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ def replacements() -> list[tuple[Any, str, Any]]:
     """Owner, name and new value of each attribute to replace."""
     try:
         mixin = importlib.import_module("fla.models.utils").FLAGenerationMixin
-    except (ImportError, AttributeError):  # fla-core alone has no models
+    except (ImportError, AttributeError):  # the package fla-core has no models
         return []
     original = mixin.prepare_inputs_for_generation
     return [(mixin, "prepare_inputs_for_generation", _with_the_cache(original))]
 
 
 def _with_the_cache(original: Callable) -> Callable:
-    """`FLAGenerationMixin.prepare_inputs_for_generation`, which gives the cache by FLA's name."""
+    """`FLAGenerationMixin.prepare_inputs_for_generation` that passes the cache by FLA's name for
+    it.
+    """
 
     @functools.wraps(original)
     def prepare_inputs_for_generation(
@@ -41,7 +44,7 @@ def _with_the_cache(original: Callable) -> Callable:
 
 
 def _is_new(cache: Any) -> bool:
-    """Whether it is an empty cache of transformers' own, such as `generate` starts FLA 0.5.2 with.
-    FLA makes a cache of its own from it.
+    """Whether it is an empty cache of a transformers class, which `generate` makes at the start
+    with FLA 0.5.2. FLA converts it to its own cache.
     """
     return type(cache).__module__.startswith("transformers.") and not cache.get_seq_length()

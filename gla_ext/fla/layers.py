@@ -1,10 +1,10 @@
-"""What `gla_ext.fla` puts in the place of the parts of FLA's layers that break a graph.
+"""Replacements for the parts of FLA's layers that break a graph.
 
-Norms are gla_ext's operators in training, the gated one always. Each other replacement goes on to
-FLA's own code outside `torch.compile`; all but the unpadding do so on a GPU alone, since FLA's
-kernels do not run on a CPU. Parameters, and with them checkpoints, stay as they are. The losses,
-which are for a CPU alone, stand in `gla_ext.fla.losses`, attention in `gla_ext.fla.attention`,
-what `generate` needs in `gla_ext.fla.generation`.
+In training, norms are gla_ext's operators; the gated norm always is. Outside `torch.compile`, every
+other replacement calls FLA's own code; all except the unpadding do so only on a GPU, since FLA's
+kernels do not run on a CPU. Parameters, and so checkpoints, are not changed. Losses, which are only
+replaced on a CPU, are in `gla_ext.fla.losses`, attention in `gla_ext.fla.attention`, and the
+changes for `generate` in `gla_ext.fla.generation`.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gla_ext.fla import _context, activations, attention, generation, losses
 from gla_ext.fla.activations import needs_torch
-from gla_ext.layers._history import pack, packed_slots, unpack, valid_tokens
+from gla_ext.layers._history import Padding
 from gla_ext.layers.norms import plain_rms_norm, rms_norm, rms_norm_residual
 from gla_ext.layers.short_convolution import causal_convolution
 from gla_ext.ops._door import in_graphs
 
-_ABSENT = object()  # of an attribute that was not there
+_ABSENT = object()  # value of an attribute that did not exist
 
 
 def replace(has_kernels: Callable[[Tensor], bool]) -> list[tuple[Any, str, Any]]:
-    """Replaces the forward of FLA's norms, short convolutions and losses, and of `fla.layers.gla`
-    the unpadding and the activations that its layers are made with.
+    """Replaces the forward of FLA's norms, short convolutions and losses, and in `fla.layers.gla`
+    the unpadding and the table of activations.
 
     Args:
-        has_kernels: whether gla_ext has kernels where a tensor is.
+        has_kernels: whether gla_ext has kernels for a tensor's device.
 
     Returns:
-        What `put_back` takes: of every attribute, its owner, its name, and its value before.
+        The argument of `put_back`: for every attribute its owner, its name, and its earlier value.
     """
     modules = importlib.import_module("fla.modules")
     changes = [
@@ -65,7 +65,7 @@ def replace(has_kernels: Callable[[Tensor], bool]) -> list[tuple[Any, str, Any]]
 
 
 def replace_in_layers() -> None:
-    """Replaces the activations of the layers that are there already."""
+    """Replaces the activations of existing layers."""
     if (layers := _layers()) is not None:
         activations.replace(layers)
 
@@ -84,12 +84,12 @@ def put_back(before: list[tuple[Any, str, Any]]) -> None:
 def _layers() -> ModuleType | None:
     try:
         return importlib.import_module("fla.layers.gla")
-    except ModuleNotFoundError:  # fla-core alone has operators and norms, but no layers
+    except ModuleNotFoundError:  # the package fla-core has operators and norms, but no layers
         return None
 
 
 def _gated_norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> Callable:
-    """`FusedRMSNormGated.forward`: `norm(x) * activation(g)`, rounded once."""
+    """Replaces `FusedRMSNormGated.forward`: `norm(x) * activation(g)`, rounded once."""
 
     def forward(
         self: nn.Module,
@@ -109,11 +109,11 @@ def _gated_norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool
 
 
 def _norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> Callable:
-    """`RMSNorm.forward`: `norm(x + residual)`, and with prenorm the sum as well."""
+    """Replaces `RMSNorm.forward`: `norm(x + residual)`, and with prenorm the sum as well."""
 
     def is_ours(x: Tensor, residual: Tensor | None) -> bool:
-        # FLA's sum has the residual's dtype, the operator's the wider of the two. Forward alone
-        # FLA's kernel is as fast.
+        # FLA's sum has the residual's dtype, the operator's the wider of the two. Without a
+        # backward pass, FLA's kernel is as fast.
         same = residual is None or torch.promote_types(x.dtype, residual.dtype) == residual.dtype
         return same and torch.is_grad_enabled() and has_kernels(x)
 
@@ -136,18 +136,16 @@ def _norm_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> 
             return (y, total) if prenorm else y
         total = _wide(x) if residual is None else _wide(x) + _wide(residual)
         y = plain_rms_norm(total, self.weight, self.eps).to(x.dtype)
-        if not prenorm:
-            return y
-        if residual is None:
-            return y, total.to(torch.float32 if residual_in_fp32 else x.dtype)
-        return y, total.to(residual.dtype)
+        dtype = torch.float32 if residual_in_fp32 else x.dtype
+        dtype = dtype if residual is None else residual.dtype
+        return (y, total.to(dtype)) if prenorm else y
 
-    # Compiled, plain operations are fused with what is beside them.
+    # In a compiled graph, plain torch operations are used, which are fused with their neighbours.
     return in_graphs(partial(forward, False), partial(forward, True))
 
 
 def _convolution_forward(original: Callable, has_kernels: Callable[[Tensor], bool]) -> Callable:
-    """`ShortConvolution.forward`, with the final state in a tensor of its own, never in `cache`."""
+    """Replaces `ShortConvolution.forward`; the final state is a new tensor and never in `cache`."""
 
     def forward(
         self: nn.Module,
@@ -160,7 +158,7 @@ def _convolution_forward(original: Callable, has_kernels: Callable[[Tensor], boo
         chunk_indices: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        both = mask is not None and cu_seqlens is not None  # which FLA refuses
+        both = mask is not None and cu_seqlens is not None  # FLA rejects this
         other = residual is not None or both or self.activation is None or kwargs
         no_kernel = x.dtype == torch.float64 and x.device.type == "cuda"
         if other or no_kernel or not (needs_torch(x) and has_kernels(x)):
@@ -177,62 +175,43 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class _Packing(NamedTuple):
-    """What stands for FLA's `indices`, the positions of valid tokens, whose number is data."""
-
-    slots: Tensor  # [B * T]
-    valid: Tensor  # [B, T]
-
-
-def _packing(attention_mask: Tensor, q_len: int) -> tuple[_Packing, Tensor]:
-    """The packing of a mask's last q_len columns, and the offsets of its sequences."""
-    valid = valid_tokens(attention_mask, attention_mask.shape[0], q_len)
-    slots, cu_seqlens = packed_slots(valid)
-    return _Packing(slots, valid), cu_seqlens
-
-
-def _packed(x: Tensor, packing: _Packing) -> Tensor:
-    """`[B, T, D]` to `[1, B * T, D]`."""
-    # Masked first, so that a NaN in a padded token reaches no weight's gradient.
-    return pack(x.masked_fill(~packing.valid.unsqueeze(-1), 0), packing.slots)
-
-
-def _unpacked(row: Tensor, packing: _Packing) -> Tensor:
-    """`[1, B * T, D]` to `[B, T, D]`, 0 where there is padding."""
-    x = unpack(row, packing.slots, *packing.valid.shape)
-    return x.masked_fill(~packing.valid.unsqueeze(-1), 0)
-
-
+# In graphs, a `Padding` replaces FLA's `indices`, the positions of valid tokens, whose number
+# depends on the data.
 def _unpad_hidden_states(original: Callable) -> Callable:
-    """Of FLA 0.6.0: rows, packing and offsets from padded hidden states."""
+    """For FLA 0.6.0: returns packed hidden states, the padding and offsets."""
 
     def unpad_hidden_states(
         hidden_states: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, q_len: int
     ) -> tuple[Tensor, Any, Tensor | None]:
         if cu_seqlens is not None or attention_mask is None:
             return original(hidden_states, cu_seqlens, attention_mask, q_len)
-        packing, cu_seqlens = _packing(attention_mask, q_len)
-        return _packed(hidden_states, packing), packing, cu_seqlens
+        padding = Padding.of(attention_mask, attention_mask.shape[0], q_len)
+        return padding.pack(hidden_states), padding, padding.cu_seqlens
 
     return in_graphs(unpad_hidden_states, original)
 
 
 def _get_unpad_data(original: Callable) -> Callable:
-    """Of FLA 0.5.2: the packing and the offsets; the longest length, which the layer drops."""
+    """For FLA 0.5.2: the padding and the offsets; None for the longest length, which is not
+    used.
+    """
 
     def get_unpad_data(attention_mask: Tensor) -> tuple[Any, Tensor, int | None]:
-        return *_packing(attention_mask, attention_mask.shape[1]), None
+        padding = Padding.of(attention_mask, *attention_mask.shape)
+        return padding, padding.cu_seqlens, None
 
     return in_graphs(get_unpad_data, original)
 
 
-def _on_packing(ours: Callable) -> Callable:
-    """Replaces a function of tokens and indices by ours, where the indices are a `_Packing`."""
+def _on_padding(ours: Callable) -> Callable:
+    """Makes a wrapper of a function of tokens and indices that calls `ours` if these are a
+    `Padding`.
+    """
 
     def make(original: Callable) -> Callable:
         def function(x: Tensor, indices: Any, *sizes: int) -> Tensor:
-            if isinstance(indices, _Packing):
-                return ours(x, indices)
+            if isinstance(indices, Padding):
+                return ours(indices, x)
             return original(x, indices, *sizes)
 
         return function
@@ -242,9 +221,9 @@ def _on_packing(ours: Callable) -> Callable:
 
 _UNPADDING = {
     "get_unpad_data": _get_unpad_data,
-    # The first two, of FLA 0.5.2, have tokens [B * T, D] in a row.
-    "index_first_axis": _on_packing(lambda x, p: _packed(x.unflatten(0, p.valid.shape), p)[0]),
-    "pad_input": _on_packing(lambda x, p: _unpacked(x.unsqueeze(0), p)),
-    "repad_hidden_states": _on_packing(_unpacked),
+    # These two, of FLA 0.5.2, take tokens [B * T, D] in one row.
+    "index_first_axis": _on_padding(lambda p, x: p.pack(x.unflatten(0, p.valid.shape))[0]),
+    "pad_input": _on_padding(lambda p, x: p.unpack(x.unsqueeze(0))),
+    "repad_hidden_states": _on_padding(Padding.unpack),
     "unpad_hidden_states": _unpad_hidden_states,
 }

@@ -1,6 +1,6 @@
-"""What `gla_ext.fla` puts in the place of FLA's losses, whose kernels do not run on a CPU.
+"""Replacements for FLA's losses, whose kernels do not run on a CPU.
 
-Logits on other devices, and of a sharded vocabulary, stay with FLA's own code.
+Logits on other devices, or of a sharded vocabulary, still use FLA's own code.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gla_ext.losses import plain_losses
+from gla_ext.losses import _reduced, plain_losses
 
 
 def replacements() -> list[tuple[Any, str, Callable]]:
-    """Of FLA's two modules of cross entropy the class, the name of its forward, and another."""
+    """For FLA's two cross entropy modules: the class, 'forward', and the new forward."""
     modules = importlib.import_module("fla.modules")
     whole, linear = modules.FusedCrossEntropyLoss, modules.FusedLinearCrossEntropyLoss
     return [
@@ -26,31 +26,26 @@ def replacements() -> list[tuple[Any, str, Callable]]:
 
 
 def _forward(original: Callable) -> Callable:
-    """`FusedCrossEntropyLoss.forward`."""
+    """Replaces `FusedCrossEntropyLoss.forward`."""
 
     def forward(self: nn.Module, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if input.device.type != "cpu" or self.process_group is not None:
             return original(self, input, target)
         losses = plain_losses(input, target, self, self.lse_square_scale)
-        if self.reduction == "none":
-            reduced = losses
-        elif self.reduction == "sum":
-            reduced = [x.sum() for x in losses]
-        else:
-            total = (target != self.ignore_index).sum()
-            reduced = [x.sum() / total for x in losses]
-        return tuple(reduced) if self.return_z_loss else reduced[0]
+        return _reduced(losses, target, self)
 
     return forward
 
 
 def _linear_forward(original: Callable) -> Callable:
-    """`FusedLinearCrossEntropyLoss.forward`; the logits are there at once, and not in chunks."""
+    """Replaces `FusedLinearCrossEntropyLoss.forward`; all logits are computed at once, not in
+    chunks.
+    """
 
     def forward(
         self: nn.Module, x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        # FLA 0.5.2 knows no process_group here.
+        # FLA 0.5.2 has no process_group here.
         if x.device.type != "cpu" or getattr(self, "process_group", None) is not None:
             return original(self, x, target, weight, bias)
         logits = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)

@@ -1,4 +1,4 @@
-"""FLA's operators as `accelerate_fla` replaces them."""
+"""FLA's operators and the gla_ext operators that replace them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,15 @@ from torch import Tensor
 
 from gla_ext.ops import chunk, linear_attn, recurrent, simple_gla
 
-# Of operators with one gate a head, or none, which an FLA may have elsewhere.
+# For operators with one gate per head, or none: the module, such as fla.ops.simple_gla.fused_chunk.
+# Another version of FLA may have the operator elsewhere.
 HOMES = {
-    "chunk_simple_gla": "fla.ops.simple_gla.chunk",
-    "fused_chunk_simple_gla": "fla.ops.simple_gla.fused_chunk",
-    "fused_recurrent_simple_gla": "fla.ops.simple_gla.fused_recurrent",
-    "chunk_retention": "fla.ops.retention.chunk",
-    "fused_chunk_retention": "fla.ops.retention.fused_chunk",
-    "fused_recurrent_retention": "fla.ops.retention.fused_recurrent",
-    "chunk_lightning_attn": "fla.ops.lightning_attn.chunk",
-    "fused_recurrent_lightning_attn": "fla.ops.lightning_attn.fused_recurrent",
-    "chunk_linear_attn": "fla.ops.linear_attn.chunk",
-    "fused_chunk_linear_attn": "fla.ops.linear_attn.fused_chunk",
-    "fused_recurrent_linear_attn": "fla.ops.linear_attn.fused_recurrent",
+    f"{form}_{name}": f"fla.ops.{name}.{form}"
+    for name in ("simple_gla", "retention", "lightning_attn", "linear_attn")
+    for form in ("chunk", "fused_chunk", "fused_recurrent")
+    if (form, name) != ("fused_chunk", "lightning_attn")
 }
-# Keywords of FLA's that say how its kernels go about it.
+# Keywords of FLA that only affect how its kernels compute.
 _IGNORED = ("chunk_size", "cu_seqlens_cpu")
 
 Run = Callable[..., Any]
@@ -44,7 +38,7 @@ _LINEAR = _STATE | {"normalize": True, "cu_seqlens": None}
 _LINEAR_REVERSE = _STATE | {"reverse": False, "normalize": False, "cu_seqlens": None}
 
 
-# name -> (what gla_ext has for it, its arguments)
+# name -> (gla_ext's function, its arguments)
 _OURS: dict[str, tuple[Callable, dict[str, Any]]] = {
     "chunk_gla": (chunk.chunk_gla, {"g": _REQUIRED} | _GATED_CHUNK | {"cu_seqlens_cpu": None}),
     "fused_recurrent_gla": (recurrent.fused_recurrent_gla, {"gk": None, "gv": None} | _RECURRENT),
@@ -66,12 +60,12 @@ _OURS: dict[str, tuple[Callable, dict[str, Any]]] = {
 
 
 def arguments(name: str) -> list[str]:
-    """Those of FLA 0.6.0's function, in their order, without keywords and what is ignored."""
+    """Argument names of FLA 0.6.0's function, in order, without **kwargs and ignored ones."""
     return ["q", "k", "v", *(x for x in _OURS[name][1] if x not in _IGNORED)]
 
 
 def arguments_of(theirs: Callable) -> list[str]:
-    """The same of another FLA's."""
+    """Argument names of a given function, listed in the same way."""
     return [x for x in inspect.signature(theirs).parameters if x not in (*_IGNORED, "kwargs")]
 
 
@@ -80,7 +74,7 @@ def replacements(run: Run) -> dict[str, Callable]:
 
     Args:
         run: `run(name, ours, (q, k, v), gates, arguments, ignored, unknown)` calls `ours`, or FLA's
-            function of that name where gla_ext does not support the call.
+            function of that name if gla_ext does not support the call.
     """
     return {name: _replacement(run, name, *ours) for name, ours in _OURS.items()}
 

@@ -1,9 +1,9 @@
 """GLA language models for Hugging Face transformers (4.55 and newer, 5.x).
 
-Importing it registers `GLAConfig`, `GLAModel`, `GLAForCausalLM` and the models with another head
-for the model type 'gla' with AutoConfig, AutoModel, AutoModelForCausalLM and the Auto classes of
-these heads. FLA registers its own classes under the same name when it is imported; the last one
-counts, and `register()` makes that these.
+Importing this package registers `GLAConfig`, `GLAModel`, `GLAForCausalLM` and the models with
+another head for the model type 'gla' with AutoConfig, AutoModel, AutoModelForCausalLM and the Auto
+classes of these heads. FLA registers its own classes under the same name when it is imported. The
+last registration counts; `register()` repeats this package's.
 """
 
 try:
@@ -24,7 +24,7 @@ from gla_ext.hf.modeling import GLAForCausalLM, GLAModel, GLAPreTrainedModel
 
 
 def register() -> None:
-    """Makes the Auto classes of transformers take these classes for the model type 'gla'."""
+    """Registers these classes for the model type 'gla' with the Auto classes of transformers."""
     transformers.AutoConfig.register(GLAConfig.model_type, GLAConfig, exist_ok=True)
     for auto, model in (
         (transformers.AutoModel, GLAModel),

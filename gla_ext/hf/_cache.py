@@ -1,4 +1,4 @@
-"""The cache that comes as an argument: under either of its names, and of which kind."""
+"""The cache argument, which has two names, and a cache for compiled token steps."""
 
 from __future__ import annotations
 
@@ -7,32 +7,26 @@ import functools
 import inspect
 from typing import Any
 
+import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from gla_ext.cache import GLACache
+from gla_ext.cache import GLACache, StaticGLACache
 
-# What transformers calls the cache in outputs: `cache` from 5.24 on, before it past_key_values.
+# The name of the cache in outputs: `cache` from transformers 5.24 on, past_key_values before.
 _FIELDS = {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}
 CACHE = "cache" if "cache" in _FIELDS else "past_key_values"
 
 
 def one_cache(past_key_values: Any | None, cache: Any | None) -> Any | None:
-    """The cache by either of its names."""
+    """The cache, given by either of its names."""
     if past_key_values is not None and cache is not None:
         raise ValueError("expected past_key_values or cache, which is the same, got both")
     return cache if past_key_values is None else past_key_values
 
 
 def check_cache(cache: Any, N: int) -> None:
-    """Raises for a cache of keys and values, and for states of another number of sequences.
-
-    Args:
-        cache: what came.
-        N: the number of sequences of this call.
-
-    Raises:
-        TypeError: a cache that keeps no recurrent states.
-        ValueError: a cache of other than N sequences.
+    """Raises TypeError for a cache that cannot store recurrent states, and ValueError for a cache
+    whose number of sequences is not N.
     """
     if not isinstance(cache, GLACache) and not _keeps_states(type(cache)):
         raise TypeError(
@@ -61,3 +55,35 @@ def _num_sequences(cache: Any) -> int | None:
 def _keeps_states(kind: type) -> bool:
     update = getattr(kind, "update", None)
     return inspect.isfunction(update) and "recurrent_state" in inspect.signature(update).parameters
+
+
+class CompiledStepsCache(StaticGLACache):
+    """The cache of `generate(cache_implementation="static")`, whose token steps transformers
+    compiles. States never move, and there is room for all future keys and values.
+
+    Args:
+        batch_size: number of rows.
+        max_length: most tokens of each row.
+    """
+
+    is_compileable = True
+    counts = False
+
+    def __init__(self, batch_size: int, max_length: int) -> None:
+        super().__init__(batch_size)
+        self.room = max_length
+        self._seen, self._is_marked = 0, False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of tokens that the model has processed, padding included."""
+        return self._seen
+
+    def expect(self, count: int) -> None:
+        """Counts the tokens of the next call, as a compiled step does not count."""
+        for kept in self.attention:
+            kept.longest = self._seen
+        if self.states and not self._is_marked:
+            for x in self.tensors():
+                torch._dynamo.mark_static_address(x)  # for CUDA graphs
+            self._is_marked = True
+        self._seen += count

@@ -1,4 +1,4 @@
-"""From what transformers says of packed sequences to offsets in one row."""
+"""Conversion of transformers' descriptions of packed sequences to offsets in one row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from gla_ext.layers._history import packed_slots, valid_tokens
 from gla_ext.ops._door import in_graphs
 
-# Whether a tensor, whose length is data, is known to have none.
+# Whether a tensor is known to be empty; in a graph its length is data and never known.
 _is_known_empty = in_graphs(lambda x: False, lambda x: len(x) == 0)
 
 
@@ -20,29 +20,25 @@ def starts_again(
     B: int,
     T: int,
 ) -> Tensor | None:
-    """Which tokens start a further sequence of their row; nothing is read back from the device.
+    """Which tokens start another sequence in their row; nothing is read back from the device.
 
-    A position that is not above that of the token before starts one, and so does another seq_idx.
-    Padded tokens start none, and are not what their successors are compared with.
+    A token starts one if its position is not above that of the token before, or if its seq_idx
+    differs. Padded tokens start none, and later tokens are not compared with them.
 
     Args:
         position_ids: `[B, T]` or `[1, T]`. Default of the models: None.
-        seq_idx: likewise; beats position_ids.
+        seq_idx: of the same shapes; takes precedence over position_ids.
         attention_mask: `[B, >= T]` of 0 (padding) and 1, or None.
-        B: number of rows.
-        T: number of tokens of a row.
+        B, T: number of rows, and of tokens per row.
 
     Returns:
-        bool `[B, T]`, or None where neither is given or a row is one token.
+        bool `[B, T]`, or None if neither is given or a row is one token.
 
     Raises:
-        TypeError: position_ids or seq_idx that is no tensor.
+        TypeError: position_ids or seq_idx that is not a tensor.
         ValueError: another shape.
     """
-    if seq_idx is not None:
-        name, key = "seq_idx", seq_idx
-    else:
-        name, key = "position_ids", position_ids
+    name, key = ("position_ids", position_ids) if seq_idx is None else ("seq_idx", seq_idx)
     if key is None:
         return None
     if not isinstance(key, Tensor):
@@ -52,7 +48,7 @@ def starts_again(
             f"GLAModel: expected {name} to have shape [B, T] = [{B}, {T}], or [1, {T}], got "
             f"{list(key.shape)}"
         )
-    if T == 1:  # a decoded token too, at every step
+    if T == 1:  # every token step too
         return None
     key = key.expand(B, T)
     if attention_mask is None:
@@ -71,19 +67,19 @@ def _begins(name: str, now: Tensor, before: Tensor) -> Tensor:
 
 
 def one_row(again: Tensor, attention_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """How the sequences lie in one packed row, padding last.
+    """The places and offsets of the sequences in one packed row, padding last.
 
-    The number of sequences is data: it is read back from the device, once a call.
+    The number of sequences depends on the data: it is read back from the device once per call.
 
     Args:
-        again: what `starts_again` returned, bool `[B, T]`.
+        again: result of `starts_again`, bool `[B, T]`.
         attention_mask: `[B, >= T]` of 0 (padding) and 1, or None.
 
     Returns:
-        slots: int64 `[B * T]`, where each token goes; None where all stay.
-        cu_seqlens: int64 `[N + 1]`, N = B + the number of tokens that start again, in order; rows
-            without a token count as empty sequences. None where no token starts again, unless
-            compiled, which cannot ask.
+        slots: int64 `[B * T]`, the place of each token; None if all tokens stay.
+        cu_seqlens: int64 `[N + 1]`, N = B + the number of tokens that start another sequence, in
+            order; rows without a token count as empty sequences. None if no token starts another
+            sequence; a compiled graph cannot check this and always returns offsets.
     """
     B, T = again.shape
     if attention_mask is None:

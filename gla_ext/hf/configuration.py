@@ -1,4 +1,4 @@
-"""The configuration of a GLA language model as transformers knows configurations."""
+"""The configuration of a GLA language model as a class of transformers."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from gla_ext.model import config
 from gla_ext.model.attention import Spec, read_attn
 from gla_ext.model.legacy import modern_options
 
-# Options of FLA's that do nothing there; gla_ext.model.config.GLAConfig.from_dict refuses them.
+# Options of FLA without effect there; gla_ext.model.config.GLAConfig.from_dict rejects other
+# values.
 _FLA_DEFAULTS: dict[str, Any] = {"use_gk": True, "use_gv": False}
 _DEFAULTS = {field.name: field.default for field in fields(config.GLAConfig)} | _FLA_DEFAULTS
-# PretrainedConfig's own, in some versions of transformers with other defaults.
+# PretrainedConfig's own options, which have other defaults in some versions of transformers.
 _COMMON = ("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings")
 
 
 class GLAConfig(PretrainedConfig):
-    """What `GLAForCausalLM` is built from: names and defaults of FLA 0.6.0's `GLAConfig`.
+    """The configuration of `GLAForCausalLM`, with names and defaults of FLA 0.6.0's `GLAConfig`.
 
-    It holds every option of FLA's, so that a config.json passes through unchanged. `core()`, and
-    with it the models, refuse by name those that are not built here.
+    It holds every option of FLA, so that a config.json is not changed by loading and saving.
+    `core()`, and so the models, raise an error that names an option that is not implemented here.
 
     Args:
         **options: the fields of `gla_ext.model.config.GLAConfig`, documented there; FLA's `use_gk`
-            and `use_gv`, which FLA reads nowhere and of which only the default is taken; and what
-            `transformers.PretrainedConfig` takes.
+            and `use_gv`, which FLA never reads and of which only the default is accepted; and the
+            options of `transformers.PretrainedConfig`.
     """
 
     model_type = "gla"
@@ -43,7 +44,7 @@ class GLAConfig(PretrainedConfig):
 
     @property
     def attn(self) -> Spec | list[Spec] | None:
-        """Which blocks have attention: see `gla_ext.model.config.GLAConfig`."""
+        """The blocks that have attention: see `gla_ext.model.config.GLAConfig`."""
         return self.__dict__["attn"]
 
     @attn.setter
@@ -54,10 +55,7 @@ class GLAConfig(PretrainedConfig):
         """The same model as gla_ext's own configuration.
 
         Raises:
-            NotImplementedError: for options that are not built here.
+            NotImplementedError: for options that are not implemented here.
             ValueError: for sizes out of range.
         """
         return config.GLAConfig.from_dict({name: getattr(self, name) for name in _DEFAULTS})
-
-
-__all__ = ["GLAConfig"]

@@ -1,4 +1,4 @@
-"""Models on the Hub that a program finds with `trust_remote_code=True`, without an import."""
+"""Models on the Hub that can be loaded with `trust_remote_code=True`, without importing gla_ext."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _CLASSES = {
     "AutoModelForSequenceClassification": "GLAForSequenceClassification",
     "AutoModelForTokenClassification": "GLAForTokenClassification",
 }
-# Classes of their own: transformers copies the file of a class that it has loaded so, when it is
-# saved again.
+# Separate classes, because transformers, when it saves a model that was loaded this way, copies the
+# file of the model's class.
 _SOURCE = '''"""The classes of gla_ext.hf, for Auto classes with trust_remote_code=True.
 
 Needs gla_ext, installed from its source folder or a wheel: it is on no package index.
@@ -36,12 +36,12 @@ class GLAConfig(gla_ext.hf.GLAConfig):
 
 def add_custom_code(model: PreTrainedModel) -> PreTrainedModel:
     """Makes `save_pretrained` and `push_to_hub` write a file with which transformers' Auto classes
-    find gla_ext's with `trust_remote_code=True` alone. gla_ext is to be installed all the same.
+    find gla_ext's classes, given only `trust_remote_code=True`. gla_ext must still be installed.
 
         gla_ext.hf.add_custom_code(model).push_to_hub("name/of-a-model")
 
     Args:
-        model: one of `gla_ext.hf`.
+        model: a model of `gla_ext.hf`.
 
     Returns:
         The model.
@@ -52,10 +52,7 @@ def add_custom_code(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def write_custom_code(model: PreTrainedModel, folder: str | Path) -> None:
-    """Writes the file beside a config.json that names it."""
+    """Writes the file next to a config.json that refers to it."""
     auto_map = getattr(model.config, "auto_map", None) or {}
     if f"{MODULE}.GLAConfig" in auto_map.values():
         (Path(folder) / f"{MODULE}.py").write_text(_SOURCE, encoding="utf-8")
-
-
-__all__ = ["add_custom_code"]

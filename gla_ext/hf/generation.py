@@ -1,4 +1,4 @@
-"""What `generate` of transformers asks of a GLA language model."""
+"""The interface that `generate` of transformers needs from a GLA language model."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from gla_ext.cache import GLACache
-from gla_ext.hf._cache import CACHE, one_cache
-from gla_ext.hf._static_cache import CompiledStepsCache
+from gla_ext.hf._cache import CACHE, CompiledStepsCache, one_cache
 
 
 class GLAGenerationMixin(GenerationMixin):
-    """`generate` on recurrent states, from a cache that forward makes."""
+    """`generate` on recurrent states, with a cache that forward makes."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """False: forward makes a cache, and not `generate`."""
+        """False: forward makes the cache, not `generate`."""
         return False
 
     def _prepare_cache_for_generation(
@@ -28,42 +27,38 @@ class GLAGenerationMixin(GenerationMixin):
         mode_or_assistant: Any = None,
         *args: Any,
     ) -> None:
-        """Makes a cache where a prompt comes in chunks, for which `generate` wants one before the
-        first, and in assisted decoding one that goes back; with cache_implementation='static' one
-        whose steps are compiled.
+        """Makes a cache in three cases: for a prompt in chunks, as `generate` needs a cache before
+        the first chunk; for assisted decoding, one that can go back; and with
+        cache_implementation='static', one whose token steps are compiled.
         """
-        if generation_config.cache_implementation == "static" and model_kwargs.get(CACHE) is None:
-            each = max(
-                generation_config.num_beams or 1, generation_config.num_return_sequences or 1
-            )
+        config = generation_config
+        if config.cache_implementation == "static" and model_kwargs.get(CACHE) is None:
+            each = max(config.num_beams or 1, config.num_return_sequences or 1)
             batch_size, max_length = args[:2]
             model_kwargs[CACHE] = CompiledStepsCache(each * batch_size, max_length)
             return
-        super()._prepare_cache_for_generation(
-            generation_config, model_kwargs, mode_or_assistant, *args
-        )
-        if not generation_config.use_cache:
+        super()._prepare_cache_for_generation(config, model_kwargs, mode_or_assistant, *args)
+        if not config.use_cache:
             return
-        # transformers 5 says the mode here, 4 the assistant.
+        # The third argument is the mode in transformers 5, the assistant in 4.
         assisted = (
             mode_or_assistant == GenerationMode.ASSISTED_GENERATION
             or isinstance(mode_or_assistant, PreTrainedModel)
-            or generation_config.prompt_lookup_num_tokens is not None
-            or generation_config.is_assistant
+            or config.prompt_lookup_num_tokens is not None
+            or config.is_assistant
         )
-        chunked = generation_config.prefill_chunk_size is not None
+        chunked = config.prefill_chunk_size is not None
         if (assisted or chunked) and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = GLACache()
         if assisted and isinstance(cache := model_kwargs.get(CACHE), GLACache):
             cache.activate_past_recording()
-            if generation_config.is_assistant:
-                # A draft, token by token, may be taken back whole.
-                cache.past.reach = max(cache.past.reach, generation_config.max_new_tokens or 0)
+            if config.is_assistant:  # all tokens of a draft may be taken back
+                cache.past.reach = max(cache.past.reach, config.max_new_tokens or 0)
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: transformers' continuous batching pages keys and values, and knows no states.
+        """Not implemented: transformers' continuous batching pages keys and values, not states.
 
-        `gla_ext.decode.Decoder` takes and gives up rows while others go on.
+        In `gla_ext.decode.Decoder` rows can start and end while others continue.
         """
         raise NotImplementedError(
             f"{type(self).__name__}: generate_batch is not implemented, transformers' continuous "
@@ -74,7 +69,7 @@ class GLAGenerationMixin(GenerationMixin):
     init_continuous_batching = generate_batch
 
     def _prepare_position_ids_for_generation(self, *args: Any) -> None:
-        """None: a recurrence needs none, and `generate` would lengthen them at every step."""
+        """None: a recurrence needs no positions, and `generate` would extend them at every step."""
         return
 
     def prepare_inputs_for_generation(
@@ -90,14 +85,14 @@ class GLAGenerationMixin(GenerationMixin):
         is_first_iteration: bool | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """What `generate` passes to forward for its next step.
+        """The arguments that `generate` passes to forward for its next step.
 
-        transformers 5 says how many tokens are new by next_sequence_length, 4 by the length of
-        cache_position; from 5.24 on past_key_values come as `cache`. inputs_embeds hold all tokens
-        so far; only the first step uses them.
+        The number of new tokens is next_sequence_length in transformers 5, and the length of
+        cache_position in 4. From 5.24 on, past_key_values are passed as `cache`. inputs_embeds hold
+        all tokens so far; only the first step uses them.
 
         Raises:
-            ValueError: for a prompt of no more tokens than the cache has had.
+            ValueError: if the prompt has no more tokens than the cache has seen.
         """
         past_key_values = one_cache(past_key_values, cache)
         started = past_key_values is not None and len(past_key_values) > 0
@@ -116,14 +111,15 @@ class GLAGenerationMixin(GenerationMixin):
             inputs = {"inputs_embeds": inputs_embeds[:, new]}
         else:
             inputs = {"input_ids": input_ids[:, new].contiguous()}
-        # Without a mask nothing is packed; and what was generated is no padding. Of a prompt in
-        # chunks transformers 4 tells a token by its position alone.
+        # Without a mask nothing is packed, and generated tokens are never padding. In a prompt that
+        # comes in chunks, transformers 4 marks a single token only by its position.
         T = next(iter(inputs.values())).shape[1]
         if isinstance(past_key_values, CompiledStepsCache):
             past_key_values.expect(T)
         if attention_mask is not None:
             of_prompt = is_first_iteration or position_ids is not None
-            # Assistants are told that their own tokens are a prompt, whose pad tokens are padding.
+            # Assistants get their own tokens as a prompt, in which pad tokens would count as
+            # padding.
             drafts = started and getattr(past_key_values, "past", None) is not None
             drawn = drafts or (started and T == 1 and not of_prompt)
             if drawn or attention_mask[:, -T:].all():
@@ -132,6 +128,3 @@ class GLAGenerationMixin(GenerationMixin):
             inputs["position_ids"] = position_ids[:, -T:]
         inputs |= {"past_key_values": past_key_values, "attention_mask": attention_mask}
         return kwargs | inputs
-
-
-__all__ = ["GLAGenerationMixin"]

@@ -1,4 +1,4 @@
-"""GLA language models as transformers knows models, on the blocks of gla_ext.model."""
+"""GLA language models as classes of transformers, made of the blocks of gla_ext.model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from gla_ext.ops.chunk import in_mode_of_now
 
 
 def _first(*values: Tensor | None) -> Tensor | None:
-    """The first that is given."""
+    """The first value that is not None."""
     return next((value for value in values if value is not None), None)
 
 
 class GLAPreTrainedModel(PreTrainedModel):
-    """What the models below share."""
+    """Base class of the models below."""
 
     config_class = GLAConfig
     base_model_prefix = "model"
@@ -40,13 +40,15 @@ class GLAPreTrainedModel(PreTrainedModel):
     accepts_loss_kwargs = True
     _no_split_modules = ["GLABlock"]  # noqa: RUF012  transformers' attribute
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
-    _is_stateful = False  # a cache goes back to fewer tokens: see GLACache.crop
+    _is_stateful = False  # a cache can go back to fewer tokens: see GLACache.crop
 
     def _init_weights(self, module: nn.Module) -> None:
         init_own_weights(module, self.config.initializer_range)
 
     def save_pretrained(self, save_directory: str | PathLike[str], **kwargs: Any) -> None:
-        """As transformers', with the file of `gla_ext.hf.add_custom_code` where it was called."""
+        """Like transformers' method; also writes the file of `gla_ext.hf.add_custom_code` if
+        requested.
+        """
         super().save_pretrained(save_directory, **kwargs)
         write_custom_code(self, save_directory)
 
@@ -66,10 +68,10 @@ class GLAModel(GLAPreTrainedModel):
         config: the configuration.
 
     Raises:
-        NotImplementedError: for options of FLA's that do nothing there, by name.
+        NotImplementedError: for options of FLA that have no effect there; the error names them.
     """
 
-    one_sequence_a_row = False  # what a head sets that has no answer for each packed sequence
+    one_sequence_a_row = False  # set by heads that give one result per row
 
     def __init__(self, config: GLAConfig) -> None:
         super().__init__(config)
@@ -101,7 +103,7 @@ class GLAModel(GLAPreTrainedModel):
         cp_context: Any | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
-        """Arguments as `GLAForCausalLM.forward`, without those of logits and the loss."""
+        """Arguments are those of `GLAForCausalLM.forward`, without those of logits and the loss."""
         check_keywords("GLAModel", kwargs)
         past_key_values = one_cache(past_key_values, cache)
         cu_seqlens = _first(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
@@ -162,7 +164,7 @@ class GLAModel(GLAPreTrainedModel):
     def _run_blocks(
         self, x: Tensor, attention_mask: Tensor | None, keeps_inputs: bool, **options: Any
     ) -> list[Tensor]:
-        """The output, and if they are wanted the inputs of all blocks."""
+        """The output, followed by the inputs of all blocks if `keeps_inputs`."""
         recompute = self.gradient_checkpointing and self.training
         recompute = recompute and options["past_key_values"] is None
         inputs: list[Tensor] | None = [] if keeps_inputs else None
@@ -185,14 +187,9 @@ class GLAModel(GLAPreTrainedModel):
 class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
     """The language model: `GLAModel` and a linear map to the logits of the next token.
 
-    Loads what FLA's `GLAForCausalLM` saved, and saves what it loads: the parameters' names and the
-    entries of config.json are the same.
-
-    Args:
-        config: the configuration.
-
-    Raises:
-        NotImplementedError: for options of FLA's that do nothing there, by name.
+    Loads checkpoints of FLA's `GLAForCausalLM`, and FLA can load what this class saves: the
+    parameters' names and the entries of config.json are the same. The configuration is that of
+    `GLAModel`.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
@@ -241,73 +238,69 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         """Logits of the next token at every position, and the loss when labels are given.
 
         Args:
-            input_ids: int64 `[B, T]`. Default: None.
-            attention_mask: `[B, >= T]` of 0 (padding) and 1. Default: None.
-            inputs_embeds: `[B, T, hidden_size]`, in place of input_ids. Default: None.
-            past_key_values: `gla_ext.cache.GLACache`, or a cache of its kind, of the tokens before
-                these. Default: None.
-            labels: int64 `[B, T]`, usually input_ids: logits at t are compared with labels at
-                t + 1, and labels of -100 do not count. Of packed sequences the first label of each
-                does not count either. Default: None.
+            input_ids, attention_mask, labels, cp_context: as in
+                `gla_ext.model.GLAForCausalLM.forward`. With cp_context, position_ids and seq_idx
+                are ignored: its offsets tell where sequences start. Default: None.
+            inputs_embeds: `[B, T, hidden_size]`, instead of input_ids. Default: None.
+            past_key_values: a `gla_ext.cache.GLACache`, or a cache with its methods, of the tokens
+                before these. Default: None.
             use_cache: store the states after these tokens in past_key_values, or in a new cache.
                 Default: False in training, else config.use_cache.
             output_attentions: must not be True. Default: None.
             output_hidden_states: return the input of every block and the output of the last norm,
-                `[B, T, hidden_size]` each, which gradients pass. Default:
-                config.output_hidden_states.
+                `[B, T, hidden_size]` each; gradients pass through them.
+                Default: config.output_hidden_states.
             return_dict: False returns a tuple. Default: config.return_dict.
-            logits_to_keep: with labels None, compute the logits of the last so many positions, or
-                of these positions (int64, 1-D), alone; 0 means all. Default: 0.
-            num_items_in_batch: divides the summed loss, in place of the labels that count here.
-                `Trainer` counts the first labels of packed sequences too, unless they are -100, as
-                `DataCollatorWithFlattening` makes them. Default: None.
+            logits_to_keep: as in `gla_ext.model.GLAForCausalLM.forward`. Default: 0 (all).
+            num_items_in_batch: divisor of the summed loss, instead of the number of labels that
+                count here. `Trainer` also counts the first labels of packed sequences, unless they
+                are -100, as `DataCollatorWithFlattening` sets them. Default: None.
             cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of
-                one; attention_mask is then not looked at. Default: cu_seq_lens_q.
-            cu_seq_lens_q, cu_seq_lens_k: the same as transformers calls them, from
+                one; attention_mask is then ignored. Default: cu_seq_lens_q.
+            cu_seq_lens_q, cu_seq_lens_k: transformers' names of cu_seqlens, from
                 `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`. Default: None.
-            max_length_q: int, at least the length of the longest packed sequence, of that collator
-                too: attention of a hybrid model leaves less of a GPU idle with it. Default: None.
-            position_ids: int `[B, T]` or `[1, T]`. Where a position is not above the one before it,
-                as after `DataCollatorWithFlattening()`, another sequence starts, in every row;
-                other than that positions say nothing to a recurrence. The number of sequences is
-                read back from the device, once a call, and a whole compiled graph needs
-                `torch._dynamo.config.capture_dynamic_output_shape_ops`: offsets cost neither.
-                Not looked at beside offsets, and for one token a row. Default: None.
-            seq_idx: int, likewise, the number of each token's sequence: another one starts where it
-                changes. Beats position_ids. Default: None.
-            cache: past_key_values as transformers calls it from 5.24 on. Default: None.
-            cp_context: as `gla_ext.model.GLAForCausalLM.forward`'s; position_ids and seq_idx are
-                then not looked at: its offsets say where sequences start. Default: None.
-            **kwargs: `shift_labels`, int64 `[B, T]`, takes the place of labels: these are shifted
-                already, so logits at t are compared with shift_labels at t, in packed sequences
-                too. `Trainer` passes them if it cuts sequences over ranks. States start anew at
-                such a cut; only cp_context hands them from rank to rank. `cache_position`,
+            max_length_q: int, at least the length of the longest packed sequence, also from that
+                collator. With it, fewer blocks of a GPU run without work in the attention of a
+                hybrid model. Default: None.
+            position_ids: int `[B, T]` or `[1, T]`. In every row, another sequence starts where a
+                position is not above the one before it, as after `DataCollatorWithFlattening()`. A
+                recurrence does not use positions otherwise. The number of sequences is read back
+                from the device once per call, and one compiled graph needs
+                `torch._dynamo.config.capture_dynamic_output_shape_ops`; offsets need neither.
+                Ignored if offsets are given, and for one token per row. Default: None.
+            seq_idx: int `[B, T]` or `[1, T]`, the index of each token's sequence: another sequence
+                starts where it changes. Takes precedence over position_ids. Default: None.
+            cache: transformers' name of past_key_values from 5.24 on. Default: None.
+            **kwargs: `shift_labels`, int64 `[B, T]`, replace labels. They are already shifted, so
+                logits at t are compared with shift_labels at t, also in packed sequences. `Trainer`
+                passes them if it splits sequences over ranks. States start from zero at such a
+                split; only cp_context passes them from rank to rank. `cache_position`,
                 `max_length_k`, `output_router_logits`, `token_type_ids`, the others of
-                `gla_ext.layers._options.OF_MODELS` and `is_causal = True` have no effect, but a
-                loss_function gets them.
+                `gla_ext.layers._options.OF_MODELS` and `is_causal = True` have no effect, but are
+                passed to a loss_function.
 
-        `model.loss_function = f` makes f the loss, in place of those of config, as in transformers'
-        models. f gets logits, labels, vocab_size, kwargs, and num_items_in_batch and shift_labels
-        if they are given. A loss_type of transformers' works alike.
+        `model.loss_function = f` makes f the loss, instead of the losses of config, as in
+        transformers' models. f gets logits, labels, vocab_size, kwargs, and num_items_in_batch and
+        shift_labels if they are given. A loss_type of transformers works the same way.
 
         Returns:
-            loss (nats a token; fp32, fp64 of an fp64 model), logits `[B, T, vocab_size]` (in train
-            mode backward of the loss writes the gradient over them, as FLA's does; None with labels
-            and config.fuse_linear_cross_entropy, in evaluation too, so set that to False to use
-            compute_metrics of `Trainer`), past_key_values (`cache` from transformers 5.24 on) and
-            hidden_states, in a `CausalLMOutputWithPast` or a tuple without what is None.
+            A `CausalLMOutputWithPast`, or a tuple without the values that are None, with: loss
+            (nats per token; fp32, fp64 for an fp64 model); logits `[B, T, vocab_size]`;
+            past_key_values (`cache` from transformers 5.24 on); hidden_states. In train mode,
+            backward of the loss writes the gradient over the logits, as FLA's does. With labels and
+            config.fuse_linear_cross_entropy logits are None, also in evaluation; set that option to
+            False to use compute_metrics of `Trainer`.
 
         Raises:
             ValueError: for shapes that do not fit; neither or both of input_ids and inputs_embeds;
                 both past_key_values and cache, or a cache of another number of sequences;
-                logits_to_keep below 0; shift_labels without labels for a loss_type of
-                transformers'.
-            TypeError: for a cache of transformers', as `DynamicCache`, and in a hybrid model for
-                any but a `GLACache`; for other keywords, by name.
+                logits_to_keep below 0; shift_labels without labels for a loss_type of transformers.
+            TypeError: for a cache of transformers, such as `DynamicCache`, and in a hybrid model
+                for any cache but a `GLACache`; for other keywords, which it names.
             NotImplementedError: for output_attentions, is_causal = False, and a loss_function
-                beside cp_context.
+                together with cp_context.
         """
-        # Not in the signature: `Trainer` would require an argument with "label" in its name.
+        # Not in the signature: `Trainer` would require any argument with "label" in its name.
         shift_labels = kwargs.pop("shift_labels", None)
         targets = labels if shift_labels is None else shift_labels
         loss_function = None if targets is None else self._chosen_loss(labels, cp_context)
@@ -347,17 +340,9 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
                 again = starts_again(position_ids, seq_idx, attention_mask, *labels.shape)
                 if again is not None:
                     targets = labels.masked_fill(again.to(labels.device), IGNORE_INDEX)
-            loss, logits = head_and_loss(
-                self.lm_head,
-                x,
-                targets,
-                self.config,
-                self.training,
-                num_items_in_batch,
-                cu_seqlens,
-                cp_context,
-                shifted=shift_labels is not None,
-            )
+            args = (self.lm_head, x, targets, self.config, self.training, num_items_in_batch)
+            shifted = shift_labels is not None
+            loss, logits = head_and_loss(*args, cu_seqlens, cp_context, shifted)
         result = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -367,7 +352,9 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         return result if return_dict else result.to_tuple()
 
     def _chosen_loss(self, labels: Tensor | None, cp_context: Any) -> Callable[..., Tensor] | None:
-        """The loss_function, if it or a loss_type was set, else None; refuses what it cannot do."""
+        """The loss_function, if it or a loss_type was set, else None; raises if it cannot be
+        used.
+        """
         is_set = hasattr(self, "_loss_function")
         if not is_set and self.loss_type in (None, "ForCausalLM"):
             return None
@@ -382,6 +369,3 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
                 "see one rank's tokens"
             )
         return self.loss_function
-
-
-__all__ = ["GLAForCausalLM", "GLAModel", "GLAPreTrainedModel"]

@@ -1,11 +1,11 @@
 """Causal softmax attention by torch's kernels: rows of one length, packed sequences, one token.
 
-q is `[.., H, D]`, k and v are `[.., HK, D]`, head h of q reads head `h // (H // HK)`. The last
-query of a sequence sees its last key; with a window W a query sees W keys, its own the last of
-them. Scores are scaled by `D ** -0.5`.
+q is `[.., H, D]`, k and v are `[.., HK, D]`. Head h of q reads head `h // (H // HK)` of k and v.
+The last query of a sequence is at the position of its last key. With a window W, a query sees W
+keys, the last of which is at its own position. Scores are scaled by `D ** -0.5`.
 
-On a GPU, bf16 and fp16 with a window or offsets go to torch's flash kernels for sequences of
-several lengths, which know both. FlexAttention would need a compilation for the same.
+On a GPU, bf16 and fp16 inputs with a window or with offsets use torch's flash kernels for sequences
+of several lengths, which support both. FlexAttention would have to be compiled for this.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from torch.nn.attention.varlen import varlen_attn
 from gla_ext.cache._key_values import sequence_of
 from gla_ext.layers._route import pieces, read, with_own_heads
 
-_QUERIES = 512  # that share a mask, where keys outside a window are left out
-_MASKED_QUERIES = 1024  # of a packed row whose mask is there at once
-_MOST_CHANNELS = 256  # of a head in torch's flash kernels
-_KEYS_A_SPLIT = 1024  # that one block of a GPU reads, where a row has one query
+_QUERIES = 512  # queries that share a mask, where keys outside a window are left out
+_MASKED_QUERIES = 1024  # queries of a packed row whose mask is in memory at once
+_MOST_CHANNELS = 256  # largest head dimension of torch's flash kernels
+_KEYS_A_SPLIT = 1024  # keys that one block of a GPU reads, if a row has one query
 _flash_forward = torch.ops.aten._flash_attention_forward.default
 _TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def has_flash(q: Tensor) -> bool:
-    """Whether torch's flash kernels for sequences of several lengths take q's device and dtype."""
+    """Whether torch's flash kernels for sequences of several lengths support q's device and
+    dtype.
+    """
     return (
         q.is_cuda
         and q.dtype in (torch.float16, torch.bfloat16)
@@ -40,8 +42,8 @@ def has_flash(q: Tensor) -> bool:
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """Rows of T tokens, with nothing before them: q and the result are `[B, T, H, D]`, k and v
-    `[B, T, HK, D]`. A query sees so many keys as the window says, None: all up to its own.
+    """Attention of rows of T tokens without earlier tokens. q and the result are `[B, T, H, D]`, k
+    and v `[B, T, HK, D]`. A query sees `window` keys; with None, all up to its own position.
     """
     B, T = q.shape[:2]
     if window is None or (isinstance(T, int) and window >= T):
@@ -66,29 +68,29 @@ def attend_packed(
     longest_k: int | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """N sequences in one row, each of whose queries are the last of its tokens.
+    """Attention of N sequences in one row; the queries of each belong to its last tokens.
 
     Args:
         q: `[TQ, H, D]`.
         k, v: `[TK, HK, D]`.
-        cu_q, cu_k: int32 or int64 `[N + 1]`, offsets of the sequences' queries and keys. What
-            follows the last belongs to none.
-        longest, longest_k: at least the most queries and keys of a sequence; the nearer, the less
-            work a GPU leaves undone. Default: None (TQ, TK).
+        cu_q, cu_k: int32 or int64 `[N + 1]`, offsets of the sequences' queries and keys. Queries
+            and keys after the last offset belong to no sequence.
+        longest, longest_k: upper bounds of the number of queries and keys of one sequence. The
+            closer they are, the fewer blocks of a GPU run without work. Default: None (TQ, TK).
         window: as in `attend_rows`.
 
     Returns:
-        `[TQ, H, D]`, 0 for queries of no sequence.
+        `[TQ, H, D]`, 0 for queries that belong to no sequence.
 
     Raises:
-        ValueError: on a CPU, for offsets that decrease or leave 0 to TQ.
+        ValueError: on a CPU, for offsets that decrease or are outside 0 to TQ.
     """
     offsets = read(cu_q)
     if offsets is not None:
         _check_offsets(offsets, q.shape[0])
         return _one_by_one(q, k, v, offsets, cu_k.tolist(), window)
     mine, of_keys = _of_a_sequence(q, cu_q), _of_a_sequence(k, cu_k)
-    # Kernels leave what is of no sequence unwritten, gradients too.
+    # Kernels do not write the outputs and gradients of queries and keys that belong to no sequence.
     q = q.where(mine, 0)
     k, v = k.where(of_keys, 0), v.where(of_keys, 0)
     if has_flash(q):
@@ -101,17 +103,17 @@ def attend_packed(
 
 
 def attend_last(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
-    """One query a row, q and the result `[N, 1, H, D]`, which sees every key that is there.
+    """Attention of one query per row to all of the row's keys; q and the result are `[N, 1, H, D]`.
 
     Args:
-        k, v: `[N, L, HK, D]`, perhaps the first L of longer rows.
-        lengths: int64 `[N]`, number of keys of each row, from the first on; None: L. The result of
-            a row without a key is finite and without meaning.
+        k, v: `[N, L, HK, D]`, possibly the first L of longer rows.
+        lengths: int64 `[N]`, number of keys of each row, counted from the first; None: L. The
+            result of a row without keys is finite but has no meaning.
     """
     no_gradient = not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
     if has_flash(q) and no_gradient:
         parts = pieces(k.shape[1], _KEYS_A_SPLIT)
-        # In a graph not even the number of keys is asked: it would be compiled for one.
+        # When compiled, not even the number of keys is read: the graph would be specialized to it.
         if parts is not None and k.shape[1] % _KEYS_A_SPLIT == 0:
             if lengths is None:
                 lengths = torch.full((k.shape[0],), k.shape[1], device=q.device)
@@ -119,7 +121,7 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tens
     if lengths is None:
         return _sdpa(q, k, v)
     keys = torch.arange(k.shape[1], device=q.device)
-    # The first is always seen: a softmax of nothing would be NaN.
+    # The first key is always seen: the softmax of an empty row would be NaN.
     seen = (keys < lengths.clamp_min(1).unsqueeze(-1))[:, None, None]  # [N, 1, 1, L]
     return _sdpa(q, k, v, seen)
 
@@ -149,7 +151,9 @@ def _flash(
 
 
 def _band(queries: int, keys: int, before: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys the queries see, bool `[queries, keys]`; query 0 stands beside key `before`."""
+    """Which keys the queries see, bool `[queries, keys]`; query 0 is at the position of key
+    `before`.
+    """
     query = torch.arange(queries, device=device).unsqueeze(1) + before
     key = torch.arange(keys, device=device)
     seen = key <= query
@@ -159,7 +163,7 @@ def _band(queries: int, keys: int, before: int, window: int | None, device: torc
 def _banded(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, pieces_of_q: list[slice]
 ) -> Tensor:
-    """Rows `[B, T, H, D]` whose queries are the last of the keys, some queries at a time."""
+    """Rows `[B, T, H, D]`, whose queries belong to the last keys, in parts of some queries each."""
     before, parts = k.shape[1] - q.shape[1], []
     for start, stop in ((piece.start, piece.stop) for piece in pieces_of_q):
         first = 0 if window is None else max(0, before + start - window + 1)
@@ -193,7 +197,7 @@ def _one_by_one(
 
 
 def _of_a_sequence(x: Tensor, offsets: Tensor) -> Tensor:
-    """bool `[T, 1, 1]`."""
+    """Which tokens belong to a sequence, bool `[T, 1, 1]`."""
     tokens = torch.arange(x.shape[0], device=x.device).view(-1, 1, 1)
     return (tokens >= offsets[0]) & (tokens < offsets[-1])
 
@@ -201,10 +205,10 @@ def _of_a_sequence(x: Tensor, offsets: Tensor) -> Tensor:
 def _masked(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, window: int | None
 ) -> Tensor:
-    """`attend_packed` by a mask of all queries and keys."""
+    """`attend_packed` with a mask of all queries and keys."""
     of_q, of_k = sequence_of(cu_q, q.shape[0]), sequence_of(cu_k, k.shape[0])
     key = torch.arange(k.shape[0], device=k.device)
-    # A query's own key: as far from the last key of the sequence as it is from the last query.
+    # The key at a query's position: as far from the sequence's last key as the query from its last.
     query = torch.arange(q.shape[0], device=q.device) - cu_q[of_q + 1] + cu_k[of_q + 1]
 
     def some(part: slice) -> Tensor:
@@ -221,19 +225,20 @@ def _masked(
 
 
 def _split(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    """`attend_last` by flash kernels, `_KEYS_A_SPLIT` keys in a block: one query has too few rows
-    and heads to fill a GPU. Blocks past a row's keys do nothing, so the time follows the lengths.
+    """`attend_last` by flash kernels, with `_KEYS_A_SPLIT` keys per block, because single queries
+    have too few rows and heads to fill a GPU. Blocks past a row's keys do nothing, so the time
+    depends on the lengths.
     """
     N, L, HK, D = k.shape
     splits, groups = L // _KEYS_A_SPLIT, q.shape[2] // HK
     start = torch.arange(splits, device=q.device) * _KEYS_A_SPLIT
     used = (lengths.unsqueeze(1) - start).clamp(0, _KEYS_A_SPLIT)  # [N, S]
-    # Rows of the buffer may be longer than L: where a split starts is told in its tokens.
+    # Rows of the buffer may be longer than L, so the offset of a split counts tokens of the buffer.
     row = k.stride(0) // k.stride(1)
     rows = torch.arange(N, device=q.device).unsqueeze(1) * row
     offsets = F.pad((rows + start).flatten(), (0, 1), value=N * row)
     size, stride = (N * row, HK, D), k.stride()[1:]
-    # The heads that share keys are the queries of a sequence: a block reads these once.
+    # The query heads that share keys become the queries of a sequence: a block reads the keys once.
     q = q.view(N, 1, HK, groups, D).transpose(2, 3).expand(N, splits, groups, HK, D)
     queries = torch.arange(N * splits + 1, device=q.device) * groups
     o, lse, *_ = _flash_forward(
@@ -252,7 +257,7 @@ def _split(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     lse = lse.T.view(N, splits, groups, HK).transpose(2, 3)
     none = (used == 0)[:, :, None, None]
     lse = lse.masked_fill(none, -torch.inf)
-    # A row without a key has no greatest one.
+    # The maximum of a row without keys is -inf, and -inf - -inf would be NaN.
     weight = (lse - lse.amax(1, keepdim=True).clamp_min(torch.finfo(lse.dtype).min)).exp()
     weight = weight / weight.sum(1, keepdim=True).clamp_min(1e-30)
     o = o.masked_fill(none.unsqueeze(-1), 0) * weight.unsqueeze(-1)

@@ -1,4 +1,6 @@
-"""What is around a layer's tokens: padding, and their past in a cache, a pool or other ranks."""
+"""The context of a layer's tokens: padding, and earlier tokens in a cache, a pool or other
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ _NO_RECURRENCE = (
 def valid_tokens(attention_mask: Tensor, B: int, T: int) -> Tensor:
     """The mask's last T columns as bool `[B, T]`.
 
-    TypeError is raised for no tensor, ValueError for another shape and, on CPU, where it costs no
-    wait, for values but 0 and 1.
+    Raises TypeError if the mask is no tensor and ValueError for a wrong shape. On CPU, where
+    reading values costs no wait, it also raises ValueError for values other than 0 and 1.
     """
     if not isinstance(attention_mask, Tensor):
         raise TypeError(
@@ -47,10 +49,10 @@ def valid_tokens(attention_mask: Tensor, B: int, T: int) -> Tensor:
 
 
 def packed_slots(valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each token stands in one packed row: valid tokens first, in order, then padding.
+    """The place of each token in one packed row: valid tokens first, in order, then padding.
 
-    All shapes follow from those of valid, bool `[B, T]`: nothing is read back from the device, and
-    the whole compiles into one graph.
+    All shapes follow from the shape of valid, bool `[B, T]`. Nothing is read back from the device,
+    so the function compiles into one graph.
 
     Returns:
         The slots, int64 `[B * T]`, a permutation; and cu_seqlens, int64 `[B + 1]`, the offsets of
@@ -59,7 +61,7 @@ def packed_slots(valid: Tensor) -> tuple[Tensor, Tensor]:
     v = valid.flatten().to(torch.int64)
     rank, padding_rank = v.cumsum(0), (1 - v).cumsum(0)
     cu_seqlens = F.pad(valid.sum(1, dtype=torch.int64).cumsum(0), (1, 0))
-    # By products: on AVX2 inductor of torch 2.11 makes wrong code of a torch.where of these.
+    # Products, since inductor of torch 2.11 compiles torch.where of these to wrong code on AVX2.
     return v * rank + (1 - v) * (cu_seqlens[-1] + padding_rank) - 1, cu_seqlens
 
 
@@ -70,12 +72,14 @@ def pack(x: Tensor, slots: Tensor) -> Tensor:
 
 
 def unpack(row: Tensor, slots: Tensor, B: int, T: int) -> Tensor:
-    """The way back, from `[1, B * T, D]` to `[B, T, D]`."""
+    """The inverse of `pack`, from `[1, B * T, D]` to `[B, T, D]`."""
     return row[0].index_select(0, slots).unflatten(0, (B, T))
 
 
 class Padding(NamedTuple):
-    """A batch's padding, and its valid tokens packed in one row, sequences at cu_seqlens."""
+    """A batch's padding, and how its valid tokens are packed in one row, with offsets
+    cu_seqlens.
+    """
 
     valid: Tensor
     slots: Tensor
@@ -92,13 +96,13 @@ class Padding(NamedTuple):
         return pack(x.masked_fill(~self.valid.unsqueeze(-1), 0), self.slots)
 
     def unpack(self, row: Tensor) -> Tensor:
-        """The way back; padding is 0."""
+        """The inverse of `pack`; padding is 0."""
         x = unpack(row, self.slots, *self.valid.shape)
         return x.masked_fill(~self.valid.unsqueeze(-1), 0)
 
 
 def check_hidden_states(layer: str, x: Tensor, hidden_size: int) -> None:
-    """Refuses what is no batch of sequences."""
+    """Raises an error if x is not a batch of sequences of vectors."""
     if x.is_nested:
         raise NotImplementedError(
             f"{layer}: nested tensors are not supported, pack the sequences in one row and pass "
@@ -112,7 +116,7 @@ def check_hidden_states(layer: str, x: Tensor, hidden_size: int) -> None:
 
 
 def entry_of(cache: Any | None, layer_idx: int | None) -> Mapping[str, Any] | None:
-    """What a cache has of a layer, or None."""
+    """A cache's entry for a layer, or None."""
     if cache is None:
         return None
     if layer_idx is None:
@@ -124,27 +128,29 @@ def entry_of(cache: Any | None, layer_idx: int | None) -> Mapping[str, Any] | No
 
 
 class History:
-    """What one call of a `GatedLinearAttention` goes on from, and where it leaves what follows.
+    """The states that one call of a `GatedLinearAttention` starts from, and where it stores new
+    ones.
 
-    The layer takes its tokens from here, `take`, without their padding, and gives its output back,
-    `keep`. On the way it replaces the states by those after its tokens.
+    The layer gets its tokens without padding from `take` and passes its output through `keep`. In
+    between, it replaces the states by the states after its tokens.
 
     Attributes:
-        state: of the recurrence, `[N, H, V, K]`, or None.
-        conv_state: what the convolutions go on from, or None.
-        wants_state: whether states after the tokens are wanted.
-        in_place: whether a decoded token writes its state over the one that is here.
-        slots: int64 `[B]`, the rows of a batch in place, -1 for one that waits; or None.
-        pool: where the states of prompts lie, as `chunk_gla_` takes it; or None.
-        cu_seqlens: offsets of the sequences that `take` has packed, or the caller; or None.
-        cp_context: where these are one rank's tokens, or None.
+        state: state of the recurrence, `[N, H, V, K]`, or None.
+        conv_state: states that the convolutions start from, or None.
+        wants_state: whether the states after the tokens are needed.
+        in_place: whether a token step overwrites the state that it starts from.
+        slots: int64 `[B]`, the slots of the rows of a batch in place, -1 for a row that waits; or
+            None.
+        pool: the pool that holds the states of prompts, as arguments of `chunk_gla_`; or None.
+        cu_seqlens: offsets of the sequences packed by `take` or by the caller; or None.
+        cp_context: the context if the tokens are one rank's part of a sequence, or None.
     """
 
     def __init__(self, layer: Any, cache: Any | None, use_cache: bool | None, context: Any) -> None:
         if layer.mode == "fused_recurrent":
             refuse_context(context, _NO_RECURRENCE)
         self._cache, self.cp_context = cache, context
-        # Not read without a cache: compiled blocks would each have a graph for their own index.
+        # Not read without a cache, or each compiled block would get its own graph for its index.
         self._layer_idx = None if cache is None else layer.layer_idx
         self.wants_state = bool(use_cache)
         self.in_place = self.wants_state and getattr(cache, "in_place", False)
@@ -155,12 +161,14 @@ class History:
                 self.pool = cache.prompt_rows(self._layer_idx)
         entry = entry_of(cache, self._layer_idx)
         if entry is not None:
-            # A prompt's entry copies what is asked for.
+            # With a pool, the convolution states of the entry are copies of the rows that are used.
             self.state = entry["recurrent_state"] if self.pool is None else None
             self.conv_state = entry["conv_state"] if layer.use_short_conv else None
 
     def take(self, x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        """The tokens `[B, T, D]`, of a batch with a mask `[1, B * T, D]`, padding last."""
+        """The tokens `[B, T, D]`. With a mask they are packed into `[1, B * T, D]`, padding
+        last.
+        """
         self._tokens, self._padding, self.cu_seqlens = x.shape[1], None, cu_seqlens
         if attention_mask is None:
             return x
@@ -183,7 +191,7 @@ class History:
         return outputs
 
     def keep(self, o: Tensor) -> Tensor:
-        """Leaves the states in the cache; the output is as x was, 0 in place of padding."""
+        """Stores the states in the cache and returns o in the shape of x, with 0 at padding."""
         if self._cache is not None:
             states = {"recurrent_state": self.state, "conv_state": self.conv_state}
             self._cache.update(layer_idx=self._layer_idx, **states, offset=self._tokens)

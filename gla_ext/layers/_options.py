@@ -1,4 +1,4 @@
-"""What the options of layers, models and their configuration must be."""
+"""The allowed values of the options of layers, models and their configuration."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 MODES = ("chunk", "fused_recurrent", "fused_chunk")
 
-# Keywords that models of transformers and FLA pass to every layer, and that mean nothing to a
-# recurrence.
+# Keywords that models of transformers and FLA pass to every layer and that a recurrence ignores.
 OF_MODELS = (
     "cache_position",
     "is_first_iteration",
@@ -33,9 +32,9 @@ OF_MODELS = (
 def check_keywords(
     owner: str, given: Mapping[str, Any], without_effect: Collection[str] = OF_MODELS
 ) -> None:
-    """Raises TypeError, by name, for keywords that owner's forward does not name and nothing would
-    be done with, and NotImplementedError for is_causal = False. None is taken of all, and anything
-    of those without effect.
+    """Raises TypeError, with its name, for a keyword argument that forward neither has nor can
+    ignore, and NotImplementedError for is_causal = False. Any keyword may be None; those in
+    `without_effect` may have any value.
     """
     for name, value in given.items():
         if name == "is_causal" and value is not None:
@@ -49,18 +48,15 @@ def check_options(
     mode: str,
     num_heads: int,
     num_kv_heads: int,
-    conv_size: int,
-    gate_low_rank_dim: int,
     gate_logit_normalizer: float,
     clamp_min: float | None,
 ) -> None:
-    """Raises what the constructor documents for options that are wrong."""
+    """Raises the errors that the constructor documents for invalid options."""
     prefix = "GatedLinearAttention:"
     if mode not in MODES:
         raise ValueError(f"{prefix} expected mode to be one of {', '.join(MODES)}, got {mode!r}")
     check_heads("GatedLinearAttention", num_heads, num_kv_heads)
-    check_sizes("GatedLinearAttention", conv_size=conv_size, gate_low_rank_dim=gate_low_rank_dim)
-    # Either would make logarithms of decays above 0, and states that grow without bound.
+    # Either case would give log decays above 0, and so states that grow without bound.
     if not gate_logit_normalizer > 0:
         raise ValueError(
             f"{prefix} expected gate_logit_normalizer to be above 0, got {gate_logit_normalizer}"
@@ -73,7 +69,7 @@ def check_options(
 
 
 def check_sizes(owner: str, **sizes: int) -> None:
-    """Raises ValueError for one below 1, by its name."""
+    """Raises ValueError, with its name, for a size below 1."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{owner}: expected {name} to be at least 1, got {size}")
@@ -100,11 +96,11 @@ def expanded_dim(name: str, hidden_size: int, ratio: float, num_heads: int) -> i
 
 
 def typed_options(constructor: Callable[..., None]) -> Callable[..., None]:
-    """A constructor that takes for each argument what its annotation says.
+    """Makes a constructor check its arguments against their annotations.
 
-    Of an annotation the parts bool, int, float, str and None count; an argument that is annotated
-    with anything else is passed on unseen. NumPy's numbers become Python's. TypeError is raised for
-    a bool that is not one, an int that is a float or a bool, ...
+    Only annotations made of the names in `_KINDS` (bool, int, float, str, list[int], None) are
+    checked; other arguments pass unchecked. NumPy's numbers become Python's. A value of another
+    type raises TypeError, such as a float or a bool for an int.
     """
     signature = inspect.signature(constructor)
     annotations = {
@@ -124,7 +120,7 @@ def typed_options(constructor: Callable[..., None]) -> Callable[..., None]:
 
 
 def typed(owner: str, values: Mapping[str, Any], annotations: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values whose annotations are known, as Python's own; raises as
+    """The values whose annotations are known, converted to Python's types; raises as
     `typed_options`.
     """
     result = {}
@@ -141,11 +137,11 @@ def typed(owner: str, values: Mapping[str, Any], annotations: Mapping[str, Any])
     return result
 
 
-_OTHER = object()  # of another type
+_OTHER = object()  # marks a value of another type
 
 
 def _as_bool(value: Any) -> Any:
-    # NumPy's has no base class to know it by, and two names.
+    # NumPy's bool has no base class to recognize it by, and has two names.
     kind = type(value)
     from_numpy = kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
     return bool(value) if kind is bool or from_numpy else _OTHER
@@ -169,7 +165,7 @@ def _as_ints(value: Any) -> Any:
     return _OTHER if _OTHER in converted else converted
 
 
-# By annotation: the conversion, and the type in words.
+# For each annotation: the conversion, and the type as error messages name it.
 _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "bool": (_as_bool, "True or False"),
     "int": (_as_int, "an integer"),

@@ -15,9 +15,8 @@ _CASTS = frozenset(filter(torch.amp.is_autocast_available, _CASTS))
 
 
 def lay_side_by_side(linears: Sequence[nn.Module]) -> None:
-    """Makes the weights neighbours in one piece of memory, if the modules are as torch made them
-    and the weights are not yet neighbours.
-
+    """Puts the weights next to each other in one block of memory, if the modules are unmodified
+    nn.Linear modules and the weights are not there yet.
     The parameters stay the same objects with the same values.
     """
     weights = alike_weights(linears)
@@ -26,7 +25,7 @@ def lay_side_by_side(linears: Sequence[nn.Module]) -> None:
     inference = {w.is_inference() for w in weights}
     if len({w.data_ptr() for w in weights}) < len(weights) or len(inference) > 1:
         return
-    # A parameter whose data are of the other kind could neither be viewed nor trained.
+    # A parameter and its data must both be inference tensors or both not, to be viewed and trained.
     with torch.inference_mode(*inference), torch.no_grad():
         parts = torch.cat([w.detach() for w in weights]).split([w.shape[0] for w in weights])
         for weight, part in zip(weights, parts, strict=True):
@@ -34,7 +33,7 @@ def lay_side_by_side(linears: Sequence[nn.Module]) -> None:
 
 
 def one_matrix(weights: Sequence[Tensor]) -> Tensor | None:
-    """The weights as the one matrix that they are in memory, or None."""
+    """A view of the weights as one matrix if they are adjacent in memory, else None."""
     if not all(map(is_a_part, weights)):
         return None
     first = weights[0]
@@ -55,13 +54,13 @@ def is_a_part(weight: Tensor) -> bool:
 
 
 def _is_in_memory(weight: Tensor) -> bool:
-    """Not so are sparse weights, meta ones, and those in a transform of torch.func."""
+    """False for sparse weights, meta weights, and weights inside a transform of torch.func."""
     plain = type(weight) in (nn.Parameter, Tensor) and not weight.is_meta
     return plain and torch._C._has_storage(weight)
 
 
 def split_heads(x: Tensor, width: int) -> Tensor:
-    """`[B, T, heads * width]` to `[B, T, heads, width]`, of as many heads as arrive."""
+    """`[B, T, heads * width]` to `[B, T, heads, width]`; the number of heads follows from x."""
     try:
         return x.unflatten(-1, (-1, width))
     except RuntimeError as error:
@@ -74,16 +73,16 @@ def split_heads(x: Tensor, width: int) -> Tensor:
 
 
 def dtype_in_products(t: Tensor) -> torch.dtype:
-    """What autocast, where it is on, makes of a tensor that a product takes."""
+    """The dtype in which a matrix product reads the tensor: autocast's, if that is on."""
     device = t.device.type
     on = device in _CASTS and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on and t.dtype != torch.float64 else t.dtype
 
 
 def is_plain(linear: nn.Module, biased: bool = False) -> bool:
-    """Whether a module is nothing but a product with its weight: no adapter, quantized or sharded
-    weight has taken its place, no bias unless `biased`, no forward of its own, and no hook wants to
-    see its call.
+    """Whether calling a module is the same as multiplying by its weight. That means: an nn.Linear
+    with a plain weight (no adapter, not quantized or sharded), no bias unless `biased`, no replaced
+    forward and no hooks.
     """
     return (
         type(linear) is nn.Linear
@@ -94,13 +93,15 @@ def is_plain(linear: nn.Module, biased: bool = False) -> bool:
 
 
 def is_plain_norm(norm: nn.Module, kind: type = GatedRMSNorm) -> bool:
-    """Whether a module is nothing but the norm of its kind, as `is_plain` of a linear map."""
+    """Whether calling a module is the same as calling the norm operator: as `is_plain`, for
+    norms.
+    """
     weights = (nn.Parameter, Tensor, type(None))
     return type(norm) is kind and type(norm.weight) in weights and nobody_sees(norm)
 
 
 def nobody_sees(module: nn.Module) -> bool:
-    """Whether it makes no difference that a module is not called, but what it consists of."""
+    """Whether a module's call can be skipped unnoticed: it has no hooks and no replaced forward."""
     every = torch.nn.modules.module
     return (
         "forward" not in vars(module)
@@ -116,7 +117,7 @@ def nobody_sees(module: nn.Module) -> bool:
 
 
 def alike_weights(linears: Sequence[nn.Module]) -> list[Tensor] | None:
-    """The weights of modules as torch made them, if these can be put together as they are."""
+    """The weights of unmodified nn.Linear modules if their dtypes and devices agree, else None."""
     weights: list[Tensor] = []
     for linear in linears:
         if not is_plain(linear):
@@ -131,9 +132,9 @@ def alike_weights(linears: Sequence[nn.Module]) -> list[Tensor] | None:
 def add_and_norm(
     norm: nn.Module, x: Tensor, residual: Tensor | None, fuse: bool
 ) -> tuple[Tensor, Tensor]:
-    """The norm of residual + x, or without a residual of x, and what it is the norm of.
+    """Returns the norm of residual + x and that sum; without a residual, the norm of x and x.
 
-    One operator with `fuse`, and where the norm is gla_ext's and no hook wants to see its call.
+    With `fuse`, both are one operator, provided that the norm is gla_ext's and has no hooks.
     """
     if residual is None:
         return norm(x), x

@@ -1,4 +1,4 @@
-"""Which way layers and models take: all that they ask of the mode that a call runs in."""
+"""Choices between implementations of layers and models, by the mode that a call runs in."""
 
 from __future__ import annotations
 
@@ -29,28 +29,29 @@ from gla_ext.ops._door import (
 from gla_ext.ops.chunk import is_batch_invariant
 from gla_ext.ops.joint_projection import joint_projection
 
-# Products of more tokens fill a GPU by themselves, and what follows reads rows of their own faster.
+# Products of more tokens fill a GPU alone, and later kernels read contiguous rows faster.
 MOST_ROWS = 256
 
 
 def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Tensor, ...]:
-    """What each of the linear maps makes of x `[B, T, D]`, in their order.
+    """The outputs of the linear maps for x `[B, T, D]`, in their order.
 
-    Without gradients, weights that `lay_side_by_side` has made one in memory take one product, of
-    at most MOST_ROWS tokens; not so in graphs and traces, in batch-invariant mode, since batches of
-    other sizes are apart, and where autocast keeps its casts of the weights, as it does not of
-    their view. Modules as torch made them are not called in eager mode where x has a gradient,
-    which the products of backward then add up.
+    Without gradients, weights that `lay_side_by_side` has made adjacent in memory are multiplied in
+    one product, for at most MOST_ROWS tokens. Exceptions: graphs and traces; batch-invariant mode,
+    since larger batches use separate products; and autocast that caches its casts of weights, as it
+    does not cache casts of their view. With gradients in eager mode, if x requires one, unmodified
+    nn.Linear modules are not called: one operator runs their products, and its backward adds the
+    gradients of x.
 
     Args:
-        together: one product with all weights in one, where the modules are as torch made them;
-            the results then share one tensor's memory. It copies the weights in every call, and
-            in eager mode again in backward, which has two products instead of two a map and their
-            sums. Not in transforms of torch.func, nor in forward-mode AD.
+        together: make one product, with the weights concatenated, if the modules are unmodified.
+            The results then share one tensor's memory. The weights are copied in every call, and in
+            eager mode again in backward, which then has two products instead of two per map and
+            their sums. Not used inside transforms of torch.func or in forward-mode AD.
     """
     recorded, grad = is_recorded(), torch.is_grad_enabled()
-    # By far the most frequent case without gradients, found out soon. Nothing is asked of weights
-    # of other kinds: a parametrization computes its weight every time.
+    # By far the most frequent case without gradients, so it is checked first. Other kinds of
+    # weights are not read: a parametrization computes its weight at every access.
     neighbours = (
         not (grad or recorded)
         and type(linears[0]) is nn.Linear
@@ -78,27 +79,28 @@ def project(x: Tensor, linears: Sequence[nn.Module], together: bool) -> tuple[Te
 
 
 def recurs(layer: Any, T: int, history: Any) -> bool:
-    """Whether a `GatedLinearAttention`'s tokens pass one after the other and not in chunks."""
+    """Whether a `GatedLinearAttention` processes its tokens one by one instead of in chunks."""
     if history.cp_context is not None:
         return False
     if layer.mode == "fused_recurrent":
         return True
-    # Padded and packed rows take chunk_gla, and so must all where each has the same bits alone.
+    # Padded and packed rows use chunk_gla. In batch-invariant mode all do, to get the same bits.
     if history.state is None or history.cu_seqlens is not None or layer.training:
         return False
     return _decodes(T)
 
 
 def _decodes(T: int) -> bool:
-    # Checkpointing computes again with grad mode on what it computed with grad mode off.
+    # Under activation checkpointing, the recomputation has grad mode on, unlike the first forward.
     return not (is_batch_invariant() or torch.is_grad_enabled()) and is_one(T)
 
 
 def way_of_step(
     T: int, mask: Tensor | None = None, cu_seqlens: Tensor | None = None, cp_context: Any = None
 ) -> bool | None:
-    """How the kernels of `gla_ext.model.step` serve a token: None, not at all; else whether the one
-    that reads states may begin early: a graph may copy them just before.
+    """Whether the kernels of `gla_ext.model.step` can process the tokens. None: they cannot. True
+    or False: they can, and the kernel that reads states may, or may not, begin early. It may not in
+    a graph, which may copy the states just before.
     """
     if not _decodes(T) or mask is not None or cu_seqlens is not None or cp_context is not None:
         return None
@@ -106,9 +108,9 @@ def way_of_step(
 
 
 def makes_input_again(layer: Any, o: Tensor, gate: Tensor) -> bool:
-    """Whether backward of a `GatedLinearAttention` makes o_proj's input again, with the gradients
-    of the norm: in training, where the modules are as the constructor made them. Autograd keeps one
-    tensor less then.
+    """Whether backward of a `GatedLinearAttention` computes o_proj's input again, together with the
+    gradients of the norm, so that autograd saves one tensor less. This is done in training if the
+    modules are as the constructor made them.
     """
     if not (layer.training and layer.fuse_norm_and_gate):
         return False
@@ -120,22 +122,22 @@ def makes_input_again(layer: Any, o: Tensor, gate: Tensor) -> bool:
     dtype = dtype_in_products(linear.weight)
     if not (type(o) is type(gate) is Tensor and o.dtype == gate.dtype == dtype):
         return False
-    if o.is_cuda and dtype == torch.float64:  # for which the norm has no kernels
+    if o.is_cuda and dtype == torch.float64:  # the norm has no kernels for these
         return False
     weights = [linear.weight] if norm.weight is None else [linear.weight, norm.weight]
     return not have_no_rule(o, gate, *weights)
 
 
 def pieces(n: int, size: int) -> list[slice] | None:
-    """n in parts of a size, or None in a graph, which has no loop over them."""
+    """Slices of `size` that cover n, or None in a graph, which cannot loop over them."""
     if is_recorded():
         return None
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
 def with_own_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """k and v of `[.., HK, D]`, and whether q's heads `[.., H, D]` share them. By torch.jit.trace
-    each has its own: the legacy exporter knows no shared ones.
+    """k and v `[.., HK, D]`, and whether q's heads `[.., H, D]` share them. Under torch.jit.trace k
+    and v are repeated for every head, because the legacy ONNX exporter has no shared heads.
     """
     shared = bool(q.shape[-2] != k.shape[-2])  # torch.jit.trace makes tensors of sizes
     if not (shared and torch.jit.is_tracing()):
@@ -145,15 +147,15 @@ def with_own_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, boo
 
 
 def read(t: Tensor, waits: bool = False) -> list[int] | None:
-    """A tensor's numbers, where a program may look at them; of another device's than the CPU if it
-    waits for them.
+    """A tensor's values as a list, or None if they cannot be read now. A tensor that is not on the
+    CPU is read only if `waits`.
     """
     return t.tolist() if (waits or t.device.type == "cpu") and can_be_read(t) else None
 
 
 def check_mask(mask: Tensor, fits: Callable[[Tensor], Tensor], sentence: str) -> None:
-    """Raises ValueError, on a CPU and where values can be read, for a number that does not fit, in
-    whose place the sentence has `{}`.
+    """Raises ValueError if a value of the mask does not fit; the value replaces `{}` in the
+    sentence. Only checks a mask on a CPU whose values can be read.
     """
     if mask.device.type == "cpu" and can_be_read(mask):
         odd = mask[~fits(mask)]
@@ -162,7 +164,7 @@ def check_mask(mask: Tensor, fits: Callable[[Tensor], Tensor], sentence: str) ->
 
 
 def are_one(a: Tensor, b: Any, promised: bool) -> bool:
-    """Whether b is the tensor a, as far as a caller's promise that it is lets that be seen."""
+    """Whether b is the tensor a. If that cannot be seen, the caller's promise decides."""
     if b is a:
         return True
     if torch.compiler.is_compiling():  # an address would break a graph
@@ -176,7 +178,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape are views of the same numbers, with gradients or without."""
     if a.dtype != b.dtype or a.layout != torch.strided or b.layout != torch.strided:
         return False
-    # One that is detached wants no gradient to pass.
+    # If one of them is detached, the caller wants no gradient through it.
     if torch.is_grad_enabled() and a.requires_grad != b.requires_grad:
         return False
     if not (torch._C._has_storage(a) and torch._C._has_storage(b)):  # in a transform of torch.func
@@ -189,8 +191,8 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def shard_of_vocabulary(logits: Tensor) -> tuple[Tensor, int, str] | None:
-    """Of logits `[..., vocab_size]` that are a DTensor sharded by their last dimension alone: this
-    rank's columns, the number of the first and the group's name. None of others.
+    """For logits `[..., vocab_size]` that are a DTensor sharded only by the last dimension: this
+    rank's columns, the index of the first one, and the group's name. For other logits: None.
     """
     if not is_sharded(logits) or len(logits.placements) > 1:
         return None

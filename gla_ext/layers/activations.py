@@ -12,8 +12,8 @@ __all__ = ["ACTIVATIONS", "activation"]
 
 
 def activation(name: str, option: str) -> Callable[[Tensor], Tensor]:
-    """The activation called `name`, one of `ACTIVATIONS`, elementwise and of its input's dtype; the
-    errors name the option that chose it.
+    """The elementwise activation called `name`, one of `ACTIVATIONS`, which keeps its input's
+    dtype. Errors name `option`, the option that chose it.
     """
     if name == "bias_gelu":
         raise NotImplementedError(

@@ -23,11 +23,11 @@ from gla_ext.ops.chunk import is_batch_invariant
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions, on `scaled_dot_product_attention` and what is there
-    for sequences of several lengths.
+    """Causal attention with rotary positions, by `scaled_dot_product_attention` and torch's flash
+    kernels.
 
-    With a window, and for packed and padded sequences, bf16 and fp16 on a GPU run torch's flash
-    kernels; elsewhere the keys that a query sees are a mask.
+    The flash kernels process bf16 and fp16 on a GPU if there is a window or if sequences are packed
+    or padded. In other cases a mask tells which keys a query sees.
 
     Args:
         hidden_size: width of the input and the output. Default: 2048.
@@ -36,14 +36,13 @@ class Attention(nn.Module):
         num_kv_heads: number of heads of keys and values; divides num_heads. Default: None
             (num_heads).
         qkv_bias: whether the maps to queries, keys and values have a bias. Default: False.
-        window_size: number of tokens that one sees, itself the last; None is all. Default: None.
+        window_size: number of tokens that a token sees, itself included; None: all. Default: None.
         rope_theta: base of the rotary frequencies. Default: 10000.
         layer_idx: index of this layer in a cache. Default: None.
 
     Raises:
         TypeError: an option of another type.
-        ValueError: sizes that do not divide or are below 1, a rope_theta that is not above 0; in
-            forward, shapes that do not fit, or a cache without layer_idx.
+        ValueError: sizes that do not divide or are below 1, a rope_theta that is not above 0.
     """
 
     @typed_options
@@ -90,27 +89,24 @@ class Attention(nn.Module):
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
-            attention_mask: as `GatedLinearAttention.forward`'s: padding has no position, is seen by
-                no token and returns 0. Default: None.
+            attention_mask: as in `GatedLinearAttention.forward`. Padding has no position, is seen
+                by no token and returns 0. Default: None.
             past_key_values: a `gla_ext.cache.GLACache` with the keys and values of the tokens
                 before these. Default: None.
-            use_cache: store those of these tokens in past_key_values. Default: False.
+            use_cache: store the keys and values of these tokens in past_key_values. Default: False.
             output_attentions, cu_seqlens, **kwargs: as in `GatedLinearAttention.forward`.
-            max_seqlen: int, at least the length of the longest, which a GPU does not read: without
-                it more of its blocks have nothing to do. Default: None.
+            max_seqlen: int, at least the length of the longest sequence, which is not read from a
+                GPU. Without it, more blocks of a GPU run without work. Default: None.
             cp_context: must be None.
 
         Returns:
             The output `[B, T, hidden_size]`, None, and past_key_values.
 
-        Raises:
-            ValueError: for shapes that do not fit, a mask of other numbers than 0 and 1, or
-                past_key_values without layer_idx; on a CPU for offsets that do not fit.
-            TypeError: for inputs, an attention_mask or cu_seqlens that are no tensors, other
-                dtypes of cu_seqlens, other keywords, by name, and for a cache that keeps no keys
-                and values.
-            NotImplementedError: nested tensors, DTensors, `cp_context`, and inside
-                `batch_invariant`.
+        Raises the errors of `GatedLinearAttention.forward`, and
+            ValueError: on a CPU, for invalid offsets.
+            TypeError: for other dtypes of cu_seqlens, and a cache that does not store keys and
+                values.
+            NotImplementedError: for DTensors, a `cp_context`, and inside `batch_invariant`.
         """
         check_keywords("Attention", kwargs)
         longest = max_seqlen
@@ -160,12 +156,12 @@ class Attention(nn.Module):
             longest = cache.max_seqlen if longest is None else longest
             if longest is None and cu_seqlens is not None and use_cache:
                 offsets = read(cu_seqlens, waits=True)
-                if offsets is not None:  # there is room for as many in each row
+                if offsets is not None:  # each row gets room for as many tokens
                     longest = max(b - a for a, b in pairwise(offsets))
         positions = _positions(T, cu_seqlens, past, q.device)
         q, k = (rotary_embedding(x, positions, self.rope_theta) for x in (q, k))
         dtype = q.dtype
-        if past is not None:  # another one where autocast was on before and is off now
+        if past is not None:  # the cache's dtype differs if autocast was on before and is off now
             q, k, v = (x.to(past.keys.dtype) for x in (q, k, v))
         if past is not None and T == 1 and cu_seqlens is None:
             return self._decode(q, k, v, past, cache, use_cache).to(dtype)
@@ -190,7 +186,7 @@ class Attention(nn.Module):
     def _decode(
         self, q: Tensor, k: Tensor, v: Tensor, past: KeyValues, cache: Any, use_cache: bool
     ) -> Tensor:
-        """One token of every row, after those that are kept."""
+        """One token of every row, after the tokens in the cache."""
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, past.keys))
         if cache.in_place and use_cache:
             cache.expect_token(past)
@@ -278,7 +274,7 @@ def _check_offsets(cu_seqlens: Tensor, B: int) -> None:
 def _positions(
     T: int, cu_seqlens: Tensor | None, past: KeyValues | None, device: torch.device
 ) -> Tensor:
-    """Of each token in its sequence, int64 `[T]`, or of rows of several lengths `[N, T]`."""
+    """Positions of tokens in their sequences, int64 `[T]`; for rows of several lengths `[N, T]`."""
     tokens = torch.arange(T, device=device)
     if cu_seqlens is None:
         return tokens if past is None else past.lengths.unsqueeze(1) + tokens

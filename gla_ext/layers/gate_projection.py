@@ -1,4 +1,4 @@
-"""The low-rank gate of a GLA layer: its second linear map and what is done to its result."""
+"""The low-rank gate of a GLA layer: its second linear map, log-sigmoid, division and clamp."""
 
 from gla_ext.ops.gate_projection import gate_projection, plain_gate_projection
 

@@ -18,6 +18,7 @@ from gla_ext.layers._history import History, check_hidden_states
 from gla_ext.layers._options import (
     check_keywords,
     check_options,
+    check_sizes,
     expanded_dim,
     typed_options,
 )
@@ -38,26 +39,25 @@ class GatedLinearAttention(nn.Module):
 
     For an input x and each head: `S_t = diag(exp(gk_t)) S_{t-1} + k_t v_t^T`,
     `o_t = K^-0.5 S_t^T q_t` with `gk = logsigmoid(x W1 W2 + b) / gate_logit_normalizer`; the
-    layer returns `(rms_norm(o) * swish(x Wg)) Wo`. In training, with the norm and o_proj as the
-    constructor makes them by default, autograd keeps o and `x Wg`; backward makes the input of Wo
+    layer returns `(rms_norm(o) * swish(x Wg)) Wo`. In training, with the norm and o_proj that the
+    constructor makes by default, autograd saves o and `x Wg`; backward computes the input of Wo
     again.
 
     Args:
-        mode: 'chunk' and 'fused_chunk' run `chunk_gla`, but for decoding: in eval mode, without
-            a gradient and outside `batch_invariant`, one token that goes on from a state runs
-            `fused_recurrent_gla`, as 'fused_recurrent' always does. Default: 'chunk'.
+        mode: 'chunk' and 'fused_chunk' run `chunk_gla`, except for decoding: in eval mode, without
+            gradients and outside `batch_invariant`, a single token that continues from a state runs
+            `fused_recurrent_gla`. 'fused_recurrent' always runs that. Default: 'chunk'.
         hidden_size: width of the input and the output. Default: 1024.
         expand_k: key width over hidden_size. Default: 0.5.
         expand_v: value width over hidden_size. Default: 1.0.
         num_heads: number of heads H. Default: 4.
-        num_kv_heads: number of heads of k, v and gk; divides num_heads. Head h reads number
-            h // (num_heads / num_kv_heads), where it lies: nothing is copied. Default: None
-            (num_heads).
+        num_kv_heads: number of heads of k, v and gk; divides num_heads. Head h reads head h //
+            (num_heads / num_kv_heads) in place, without a copy. Default: None (num_heads).
         feature_map: activation on q and k, after the convolution; see gate_fn. Default: None.
         use_short_conv: causal convolutions of each channel of q, k and v, with SiLU, see
             `gla_ext.layers.short_convolution.ShortConvolution`. Default: False.
-        conv_size: their kernel size in tokens. Default: 4.
-        conv_bias: whether they have a bias. Default: False.
+        conv_size: kernel size of the convolutions, in tokens. Default: 4.
+        conv_bias: whether the convolutions have a bias. Default: False.
         use_output_gate: multiply the output by a gate. Default: True.
         gate_fn: activation of that gate, one of `gla_ext.layers.activations.ACTIVATIONS`: 'relu',
             'sigmoid', 'logsigmoid', 'silu', 'swish', 'sqrelu' (relu squared), 'gelu' (by tanh).
@@ -68,26 +68,24 @@ class GatedLinearAttention(nn.Module):
             Default: 16.
         gate_low_rank_dim: rank of the gate projection. Default: 16.
         clamp_min: lower bound of the log gate (natural log), at most 0. Default: None.
-        fuse_norm: norm and output gate are one operator, which rounds once, and not one after the
-            other; with gate_fn 'swish' (not 'silu') it also names the norm `g_norm_swish_gate`
-            instead of `g_norm`. Default: True.
+        fuse_norm: norm and output gate are one operator, which rounds once, instead of two. With
+            gate_fn 'swish' (not 'silu') this also names the norm `g_norm_swish_gate` instead of
+            `g_norm`. Default: True.
         layer_idx: index of this layer in a cache. Default: None.
 
-    In train mode, q, k, v, the output gate and the gate's first map are one product,
-    with their weights put together, if these modules are `nn.Linear`s of one dtype without hooks,
-    adapters, quantized or sharded weights. The weights are put together in forward and again in
-    backward, and not kept between. `batch_projections = False`, an attribute of an instance or of
-    the class, keeps them apart. Without gradients they are one product after
+    In train mode, q, k, v, the output gate and the gate's first map are one product with
+    concatenated weights, if these modules are `nn.Linear`s of one dtype without hooks, adapters,
+    quantized or sharded weights. Forward concatenates the weights and backward does it again; the
+    copy is not kept between. `batch_projections = False`, set on an instance or on the class, makes
+    them separate products. Without gradients they are one product after
     `gla_ext.model.fuse_projections`.
 
-    Of a layer whose projections are sharded by columns, as tensor parallelism shards them, forward
-    computes the heads whose channels arrive: o_proj's part of the output is then this rank's
-    summand.
+    If tensor parallelism has sharded the projections by columns, forward computes only the heads of
+    this rank. The output of o_proj is then this rank's summand.
 
     Raises:
         TypeError: an option of another type: a flag that is no bool, a size that is no integer.
-        ValueError: sizes that do not divide, an unknown mode or activation; in forward, shapes
-            that do not fit, or a cache without layer_idx.
+        ValueError: sizes that do not divide, an unknown mode or activation.
         NotImplementedError: 'bias_gelu' as an activation.
     """
 
@@ -118,15 +116,9 @@ class GatedLinearAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_options(
-            mode,
-            num_heads,
-            num_kv_heads,
-            conv_size,
-            gate_low_rank_dim,
-            gate_logit_normalizer,
-            clamp_min,
-        )
+        check_options(mode, num_heads, num_kv_heads, gate_logit_normalizer, clamp_min)
+        sizes = {"conv_size": conv_size, "gate_low_rank_dim": gate_low_rank_dim}
+        check_sizes("GatedLinearAttention", **sizes)
         self.mode = mode
         self.hidden_size = hidden_size
         self.expand_k, self.expand_v = expand_k, expand_v
@@ -190,19 +182,20 @@ class GatedLinearAttention(nn.Module):
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
-            attention_mask: `[B, >= T]` of 0 (padding) and 1, its last T columns count; padded
-                tokens are skipped by the recurrence and by the convolutions and return 0. Of any
-                dtype; another value, as in an additive mask, is refused in eager mode on CPU, and
-                elsewhere, where nothing is read back, a token to keep. Default: None.
-            past_key_values: a cache (`gla_ext.cache.GLACache`, or one of its kind) whose entry
-                for layer_idx is where the recurrence and the convolutions start: see
-                `gla_ext.layers.short_convolution.ShortConvolution` for the latter. Default: None.
+            attention_mask: `[B, >= T]` of 0 (padding) and 1, of which the last T columns are used;
+                any dtype. The recurrence and the convolutions skip padded tokens, which return 0.
+                Other values, as in an additive mask, raise ValueError in eager mode on CPU.
+                Elsewhere nothing is read back, and a token with another value is kept.
+                Default: None.
+            past_key_values: a cache (`gla_ext.cache.GLACache`, or one with its methods). Its entry
+                for layer_idx is the state in which the recurrence and the convolutions start; for
+                the latter see `gla_ext.layers.short_convolution.ShortConvolution`. Default: None.
             use_cache: store the final states in past_key_values. Default: False.
-            output_attentions: accepted and without effect: there are no attention maps.
+            output_attentions: accepted and ignored: there are no attention maps.
             cu_seqlens: int32 or int64 `[N + 1]`, offsets of the N sequences packed into a batch of
-                one; attention_mask is then not looked at. Default: None.
-            cp_context: where these are one rank's tokens of a longer text, see `chunk_gla`; it
-                takes the place of cu_seqlens. Default: None.
+                one; attention_mask is then ignored. Default: None.
+            cp_context: the context if these are one rank's tokens of a longer sequence, see
+                `chunk_gla`; it replaces cu_seqlens. Default: None.
             **kwargs: keywords that models pass to every layer, without effect:
                 `gla_ext.layers._options.OF_MODELS`.
 
@@ -210,11 +203,11 @@ class GatedLinearAttention(nn.Module):
             The output `[B, T, hidden_size]`, None, and past_key_values.
 
         Raises:
-            ValueError: for shapes that do not fit, a mask of other numbers than 0 and 1, or
+            ValueError: for shapes that do not fit, a mask with values other than 0 and 1, or
                 past_key_values without layer_idx.
-            TypeError: for inputs, an attention_mask or cu_seqlens that are no tensors; for other
-                keywords, by name.
-            NotImplementedError: for nested tensors; for cp_context beside a mask or in mode
+            TypeError: if hidden_states, attention_mask or cu_seqlens is no tensor; for other
+                keywords, which it names.
+            NotImplementedError: for nested tensors; for cp_context together with a mask or in mode
                 'fused_recurrent'.
         """
         check_keywords("GatedLinearAttention", kwargs)
@@ -232,8 +225,9 @@ class GatedLinearAttention(nn.Module):
         return history.keep(self._output(o, *gate)), None, past_key_values
 
     def _project(self, x: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        """What the maps of x `[B, T, hidden_size]` make of it: q, k, v and maybe the output gate
-        before its activation; and the log gates. Of sharded maps these are this rank's heads.
+        """The linear maps of x `[B, T, hidden_size]`: a sequence of q, k, v and, if there is one,
+        the output gate before its activation; then the log gates. With sharded maps, these are this
+        rank's heads.
         """
         linears = self._input_projections()
         together = self.training and self.batch_projections
@@ -246,7 +240,7 @@ class GatedLinearAttention(nn.Module):
         return project(x, linears, together), self._log_gates(down(x), up)
 
     def _heads_of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q `[B, T, H, K]`, k and v `[B, T, HK, K | V]`, with H heads and HK of keys."""
+        """q `[B, T, H, K]`, k and v `[B, T, HK, K | V]`, with H heads of queries and HK of keys."""
         K, V = self.head_k_dim, self.head_v_dim
         q, k, v = split_heads(q, K), split_heads(k, K), split_heads(v, V)
         if self.feature_map_fn is not None:
@@ -254,11 +248,11 @@ class GatedLinearAttention(nn.Module):
         return q, k, v
 
     def _gates_of_heads(self, gk: Tensor) -> Tensor:
-        """The log gates `[B, T, HK * K]` as `chunk_gla` takes them, `[B, T, HK, K]`."""
+        """The log gates `[B, T, HK * K]` in the shape that `chunk_gla` takes, `[B, T, HK, K]`."""
         return split_heads(gk, self.head_k_dim)
 
     def _log_gates(self, h: Tensor, up: nn.Module) -> Tensor:
-        """From what the gate's first map has made, by its second."""
+        """The log gates from the output h of the gate's first map, by its second map `up`."""
         if not is_plain(up, biased=True):
             return self._finish_log_gates(up(h))
         return gate_projection(h, up.weight, up.bias, self.gate_logit_normalizer, self.clamp_min)
@@ -277,7 +271,9 @@ class GatedLinearAttention(nn.Module):
         return [*linears, self.g_proj] if self.use_output_gate else linears
 
     def _gate_is_two_maps(self) -> bool:
-        """Whether gk_proj is what the constructor made it, two modules that may be called alone."""
+        """Whether gk_proj is as the constructor made it: two modules that may be called
+        separately.
+        """
         gk_proj = self.gk_proj
         return type(gk_proj) is nn.Sequential and len(gk_proj) == 2 and nobody_sees(gk_proj)
 
@@ -295,7 +291,7 @@ class GatedLinearAttention(nn.Module):
             return recurrent_gla_step_(q, k, v, gk, state=state, slots=slots, state_v_first=True)
         else:
             attend = fused_recurrent_gla
-        if state is not None and state.element_size() == 2:  # of a cache that stores them so
+        if state is not None and state.element_size() == 2:  # from a cache of 16-bit states
             state = state.float()
         states = {"initial_state": state, "output_final_state": history.wants_state}
         o, history.state = attend(q, k, v, gk, **states, state_v_first=True, cu_seqlens=cu_seqlens)

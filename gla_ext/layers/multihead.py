@@ -12,41 +12,42 @@ from gla_ext.layers._route import are_one, check_mask
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.ops._checks import check_tensors
 
-_QUERY = "query"  # in the place of key and value that were found to be query
-_NO_WEIGHT = -1000.0  # programs write -1e4, -1e9 or the least number for -inf: a weight of 0 too
+_QUERY = "query"  # replaces key and value that are the tensor query
+_NO_WEIGHT = -1000.0  # programs write -1e4, -1e9 or the least number for -inf: weight 0 too
 
 
 class MultiheadGLA(nn.Module):
-    """Causal self-attention by gated linear attention, for the place of `nn.MultiheadAttention`.
+    """Causal self-attention by gated linear attention, a replacement for `nn.MultiheadAttention`.
 
     `layer.self_attn = MultiheadGLA(embed_dim, num_heads, batch_first=True)` makes an
-    `nn.TransformerEncoderLayer` a GLA layer (Yang et al., 2023, arXiv:2312.06635): its cost is
-    linear in the length. Replace it before `nn.TransformerEncoder` copies the layer.
+    `nn.TransformerEncoderLayer` a GLA layer (Yang et al., 2023, arXiv:2312.06635), whose cost is
+    linear in the length. Replace the module before `nn.TransformerEncoder` copies the layer.
 
     Args:
         embed_dim: width of the input and the output.
-        num_heads: number of heads; divides embed_dim / 2 and embed_dim, with the default widths.
+        num_heads: number of heads; with the default widths it must divide embed_dim / 2.
         dropout: 0 only; there are no attention weights to drop. `nn.TransformerEncoderLayer` has
-            dropout of its own after this module. Default: 0.
-        bias: whether the output projection has a bias; the others have none. Default: True.
+            its own dropout after this module. Default: 0.
+        bias: whether the output projection has a bias; the other projections have none.
+            Default: True.
         add_bias_kv, add_zero_attn: False only. Default: False.
         kdim, vdim: None or embed_dim only. Default: None.
         batch_first: inputs are `[B, T, E]`, not `[T, B, E]`. Default: False.
-        self_attention: your promise that key and value are query, whatever tensors they come as:
-            only query is read. Where False, forward finds out that they are: the same object, or
-            not compiled a tensor of the same memory, dtype, shape and strides. Needed where
-            something copies the arguments one by one or rewraps them, as in a compiled graph; not
-            for FSDP2's casts, in eager mode. Default: False.
+        self_attention: True promises that key and value equal query, in whatever tensors they come;
+            only query is then read. If False, forward checks this: they must be the same object or,
+            unless compiled, a tensor of the same memory, dtype, shape and strides. Set it where
+            something copies or rewraps the arguments one by one, as in a compiled graph. FSDP2's
+            casts in eager mode do not need it. Default: False.
         device, dtype: of the parameters. Default: torch's.
-        **options: of `GatedLinearAttention`: expand_k, expand_v, gate_logit_normalizer, ...
+        **options: options of `GatedLinearAttention`: expand_k, expand_v, gate_logit_normalizer, ...
 
     Raises:
         NotImplementedError: an option of `nn.MultiheadAttention` that has no meaning here.
         TypeError: an option of another type.
-        ValueError: sizes that do not divide; in forward, shapes that do not fit.
+        ValueError: sizes that do not divide.
     """
 
-    # What nn.TransformerEncoderLayer reads to find out that its fused kernels do not fit.
+    # nn.TransformerEncoderLayer reads these to find out that it cannot use its fused kernels.
     _qkv_same_embed_dim = False
     in_proj_bias = None
 
@@ -82,14 +83,14 @@ class MultiheadGLA(nn.Module):
         self.to(device=device, dtype=dtype)
 
     def __call__(self, query: Tensor, key: Any = None, value: Any = None, **kwargs: Any) -> Any:
-        # FSDP2's hook, which runs before forward, copies each argument to cast it.
+        # FSDP2's hook, which runs before forward, copies each argument when it casts it.
         casts = hasattr(type(self), "_get_fsdp_state") and isinstance(query, Tensor)
         if casts and self._takes_query_for(query, key, value):
             key = value = _QUERY
         return super().__call__(query, key, value, **kwargs)
 
     def reset_parameters(self) -> None:
-        """Zeroes the bias; the modules inside have reset_parameters of their own."""
+        """Zeroes the bias; the submodules have their own reset_parameters."""
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -109,14 +110,14 @@ class MultiheadGLA(nn.Module):
         Args:
             query: `[B, T, E]` if batch_first, else `[T, B, E]`; or `[T, E]`.
             key, value: the same tensor; see self_attention.
-            key_padding_mask: `[B, T]` (`[T]` without a batch); bool, True at padding, or floating,
-                -inf or at most -1000 at padding and 0 elsewhere. Padded tokens are skipped and
-                return 0, without bias. Other numbers are refused in eager mode on CPU, and
-                elsewhere read by their side of -1000. Default: None.
+            key_padding_mask: `[B, T]` (`[T]` without a batch). A bool mask is True at padding. A
+                floating mask is -inf or at most -1000 at padding and 0 elsewhere. Padded tokens are
+                skipped and return 0, without bias. Other numbers raise ValueError in eager mode on
+                CPU; elsewhere numbers up to -1000 mean padding, larger ones tokens. Default: None.
             need_weights: False only.
-            attn_mask: the causal mask, `[T, T]`, or None; as is_causal says what it is, it is not
-                looked at. Default: None.
-            average_attn_weights: without effect, as there are no weights.
+            attn_mask: the causal mask, `[T, T]`, or None. Only its shape is checked, as is_causal
+                tells what it is. Default: None.
+            average_attn_weights: ignored, as there are no weights.
             is_causal: True only; the default is that of `nn.MultiheadAttention`. Default: False.
 
         Returns:
@@ -124,8 +125,8 @@ class MultiheadGLA(nn.Module):
 
         Raises:
             NotImplementedError: cross attention, weights, or attention that is not causal.
-            TypeError: inputs that are no tensors.
-            ValueError: shapes that do not fit, other numbers in key_padding_mask.
+            TypeError: inputs that are not tensors.
+            ValueError: shapes that do not fit; other numbers in key_padding_mask.
         """
         if key is _QUERY:
             key = value = query
@@ -165,7 +166,7 @@ class MultiheadGLA(nn.Module):
         keep = None if key_padding_mask is None else _kept_tokens(key_padding_mask, x, batched)
         out, _, _ = self.attention(x, attention_mask=keep)
         if self.bias is not None:
-            bias = self.bias.to(out.dtype)  # which autocast has narrowed
+            bias = self.bias.to(out.dtype)  # autocast may have narrowed out
             out = out + (bias if keep is None else bias * keep.unsqueeze(-1))
         if not batched:
             return out.squeeze(0), None
@@ -184,7 +185,7 @@ def _refuse(name: str, value: Any, supported: bool, expected: str) -> None:
 
 
 def _kept_tokens(key_padding_mask: Tensor, x: Tensor, batched: bool) -> Tensor:
-    """`[B, T]`, True where a token is none of padding."""
+    """`[B, T]`, True at tokens that are not padding."""
     mask = key_padding_mask if batched else key_padding_mask.unsqueeze(0)
     if mask.shape != x.shape[:2]:
         expected = x.shape[:2] if batched else x.shape[1:2]

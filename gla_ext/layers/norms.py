@@ -19,7 +19,7 @@ __all__ = ["GatedRMSNorm", "RMSNorm", "plain_rms_norm", "rms_norm", "rms_norm_re
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension, `rms_norm` as a module.
 
-    Inside `torch.compile` it is plain torch operations, which inductor fuses with their
+    Under `torch.compile` it runs plain torch operations, which inductor fuses with their
     neighbours.
 
     Args:
@@ -28,8 +28,9 @@ class RMSNorm(nn.Module):
         eps: added to the mean square. Default: 1e-5.
         dtype: dtype of the weight. Default: torch's default dtype.
 
-    forward takes x `[..., hidden_size]` and perhaps a residual of that shape, which x is added to
-    first (`rms_norm_residual`); with prenorm it also returns what it has normed, x or the sum.
+    forward takes x `[..., hidden_size]` and optionally a residual of that shape, to which x is
+    added first (`rms_norm_residual`). With prenorm it also returns the input of the norm: x or the
+    sum.
     """
 
     @typed_options
@@ -54,8 +55,8 @@ class RMSNorm(nn.Module):
 
     @eps.setter
     def eps(self, value: float) -> None:
-        # As text. With dynamic=True torch.compile takes a float attribute for a symbol, finds that
-        # operators cannot have it, and traces all again.
+        # Stored as text. With dynamic=True, torch.compile makes a float attribute a symbol, finds
+        # that operators do not accept symbols, and traces everything again.
         self._eps = repr(float(value))
 
     def reset_parameters(self) -> None:
@@ -78,7 +79,7 @@ class RMSNorm(nn.Module):
 class GatedRMSNorm(RMSNorm):
     """RMS norm times an activated gate, `norm(x) * activation(gate)`, rounded once.
 
-    Args: those of `RMSNorm`, and
+    Args: the arguments of `RMSNorm`, and
         activation: one of `gla_ext.layers.activations.ACTIVATIONS`. Default: 'swish'.
 
     forward takes x and gate of one shape `[..., hidden_size]` and returns that shape in x's dtype.
@@ -100,7 +101,7 @@ class GatedRMSNorm(RMSNorm):
         return rms_norm(x, self.weight, self.eps, gate, self.activation)
 
     def _into_linear(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        """`F.linear` of the result, whose heads are flat, which backward makes again."""
+        """`F.linear` of the norm's output with its heads flattened; backward computes it again."""
         return norm_gate_linear(x, gate, weight, self.weight, self.activation, self.eps)
 
     def extra_repr(self) -> str:

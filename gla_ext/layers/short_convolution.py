@@ -1,4 +1,4 @@
-"""A short causal convolution of every channel, over sequences, packed ones, and segments."""
+"""A short causal convolution of every channel: of sequences, packed sequences and segments."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from gla_ext.ops.short_convolution import short_convolution
 
 
 class ShortConvolution(nn.Conv1d):
-    """Depthwise causal convolution, then SiLU; parameters are those of FLA's module of this name.
+    """Depthwise causal convolution, then SiLU. The parameters are those of FLA's
+    `ShortConvolution`.
 
-    `y_t = silu(bias + sum_s weight[:, 0, W - 1 - s] * x_{t-s})`, s from 0 to W - 1, tokens before
-    the first being 0. Computed in fp32 (fp64 for fp64 inputs) and rounded once, by one operator, in
-    which nothing is read back from the device.
+    `y_t = silu(bias + sum_s weight[:, 0, W - 1 - s] * x_{t-s})`, with s from 0 to W - 1 and zeros
+    before the first token. One operator computes it in fp32 (fp64 for fp64 inputs) and rounds once.
+    It reads nothing back from the device.
 
     Args:
         hidden_size: number of channels D.
         kernel_size: W, in tokens, at least 1.
-        bias: whether there is a `bias` `[D]` beside the `weight` `[D, 1, W]`. Default: False.
+        bias: whether there is a `bias` `[D]` besides the `weight` `[D, 1, W]`. Default: False.
 
     Raises:
-        TypeError: for more arguments, as peft gives the class when LoRA targets a convolution.
+        TypeError: for more positional arguments, which peft passes if LoRA targets a convolution.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ShortConvolution:
@@ -54,25 +55,26 @@ class ShortConvolution(nn.Conv1d):
         output_final_state: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Convolves sequences, from the last inputs of what came before them.
+        """Convolves sequences, starting from their last earlier inputs.
 
         Args:
-            x: `[B, T, D]`; bfloat16, float16, float32, or float64 (CPU). Rows of a wider tensor
-                are read where they lie.
-            cache: the last W inputs of each sequence so far, `[N, D, W]`, 0 where there were
-                fewer; not written to. Default: None (no inputs before).
+            x: `[B, T, D]`; bfloat16, float16, float32, or float64 (CPU). Rows of a wider tensor are
+                read in place.
+            cache: the last W inputs of each sequence so far, `[N, D, W]`, filled with 0 where there
+                were fewer; not written to. Default: None (no earlier inputs).
             output_final_state: return the cache after these tokens. Default: False.
             cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of
-                one. What follows the last counts as a sequence. Default: None.
+                one. Tokens after the last offset count as another sequence. Default: None.
 
         Returns:
-            The output `[B, T, D]` and the new cache `[N, D, W]`, both in x's dtype, or None.
+            The output `[B, T, D]` and the new cache `[N, D, W]` or None, both in x's dtype.
 
         Raises:
             TypeError: for other dtypes.
-            ValueError: for shapes or devices that do not fit, and on CPU for offsets that do not.
+            ValueError: for shapes or devices that do not fit, and on CPU for invalid offsets.
             NotImplementedError: a device or layout without kernels, fp64 on CUDA; double backward,
-                forward-mode AD, torch.func transforms but vmap; DTensors and plain tensors mixed.
+                forward-mode AD, torch.func transforms except vmap; DTensors mixed with plain
+                tensors.
         """
         return causal_convolution(self, x, cache, output_final_state, cu_seqlens)
 
@@ -84,5 +86,5 @@ def causal_convolution(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`ShortConvolution.forward` with the weight and bias of any such module."""
+    """`ShortConvolution.forward` with the weight and bias of any depthwise `nn.Conv1d`."""
     return short_convolution(x, conv.weight, conv.bias, cache, output_final_state, cu_seqlens)

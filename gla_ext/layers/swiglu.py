@@ -1,4 +1,4 @@
-"""SwiGLU, alone and with the linear map that follows it."""
+"""SwiGLU, alone and with the linear map after it."""
 
 from gla_ext.ops.swiglu import swiglu, swiglu_linear
 

@@ -1,4 +1,4 @@
-"""Cross entropy of logits that are sharded over the vocabulary: no rank has a whole row."""
+"""Cross entropy of logits that are sharded over the vocabulary, so that no rank has a whole row."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gla_ext.ops._collectives import all_max, all_sum
 
 
 class ShardedCrossEntropy(torch.autograd.Function):
-    """`gla_ext.model.loss.cross_entropy` of a shard's columns `[N, columns]` and their place, on
-    every rank the same.
+    """`gla_ext.model.loss.cross_entropy` of the columns `[N, columns]` of this rank's shard, the
+    first of which is column `start` of all. The result is the same on every rank.
     """
 
     @staticmethod

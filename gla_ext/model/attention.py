@@ -1,10 +1,10 @@
-"""Which blocks of a hybrid model have attention: what a configuration says, as FLA reads it."""
+"""The blocks of a hybrid model that have attention: the option `attn`, read as FLA reads it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from gla_ext.layers._options import typed
+from gla_ext.layers._options import check_sizes, typed
 
 Spec = dict[str, Any]
 _DEFAULTS: Spec = {
@@ -13,7 +13,7 @@ _DEFAULTS: Spec = {
     "window_size": None,
     "rope_theta": 10000.0,
 }
-_TYPES = {
+ATTENTION_OPTIONS = {  # options of the layer, and their types
     "num_heads": "int",
     "num_kv_heads": "int | None",
     "qkv_bias": "bool",
@@ -23,16 +23,17 @@ _TYPES = {
 
 
 def read_attn(attn: Any, num_hidden_layers: int) -> Spec | list[Spec] | None:
-    """`attn` of a configuration with its defaults filled in; other entries pass through, as in FLA.
+    """The option `attn` of a configuration with its defaults filled in. Unknown keys are kept, as
+    in FLA.
 
     Args:
-        attn: None, a dict or a list of dicts with `layers` (indices), `num_heads`, and perhaps
+        attn: None, a dict or a list of dicts with `layers` (indices), `num_heads`, and optionally
             `num_kv_heads`, `qkv_bias`, `window_size` and `rope_theta`.
         num_hidden_layers: number of blocks.
 
     Raises:
-        TypeError: for what is none of these.
-        ValueError: for a layer that is not there or has two entries, and sizes out of range.
+        TypeError: for other types.
+        ValueError: for a layer that does not exist or has two entries, and sizes out of range.
         NotImplementedError: for qk_norm.
     """
     if attn is None:
@@ -46,7 +47,7 @@ def read_attn(attn: Any, num_hidden_layers: int) -> Spec | list[Spec] | None:
 
 
 def attention_of(attn: Spec | list[Spec] | None, layer_idx: int) -> Spec | None:
-    """The entry of a block, from what `read_attn` returned; None of a block of GLA."""
+    """A block's entry in the result of `read_attn`; None for a block of GLA."""
     specs = [] if attn is None else [attn] if isinstance(attn, dict) else attn
     return next((spec for spec in specs if layer_idx in spec["layers"]), None)
 
@@ -73,17 +74,15 @@ def _read(given: Spec, num_hidden_layers: int, taken: set[int]) -> Spec:
             raise ValueError(f"GLAConfig: expected each layer once in attn, got {index} twice")
         taken.add(index)
     spec = {**given, "layers": list(layers)}
-    for name, default in _DEFAULTS.items():
-        spec.setdefault(name, default)
-    known = {name: spec[name] for name in _TYPES}
-    spec |= typed("GLAConfig", known, _TYPES)
+    spec |= {name: default for name, default in _DEFAULTS.items() if name not in spec}
+    known = {name: spec[name] for name in ATTENTION_OPTIONS}
+    spec |= typed("GLAConfig", known, ATTENTION_OPTIONS)
     if spec["num_kv_heads"] is None:
         spec["num_kv_heads"] = spec["num_heads"]
-    for name in ("num_heads", "num_kv_heads", "window_size"):
-        if spec[name] is not None and spec[name] < 1:
-            raise ValueError(
-                f"GLAConfig: expected {name} of attn to be at least 1, got {spec[name]}"
-            )
+    sizes = {f"{name} of attn": spec[name] for name in ("num_heads", "num_kv_heads")}
+    if spec["window_size"] is not None:
+        sizes["window_size of attn"] = spec["window_size"]
+    check_sizes("GLAConfig", **sizes)
     if not 0 < spec["rope_theta"] < float("inf"):
         raise ValueError(
             f"GLAConfig: expected rope_theta of attn to be above 0, got {spec['rope_theta']}"

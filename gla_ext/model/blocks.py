@@ -1,4 +1,4 @@
-"""The blocks of a GLA language model, and all of it but the map to the logits."""
+"""The blocks of a GLA language model, and GLAModel: the model except the output layer (lm_head)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from gla_ext.layers.attention import Attention
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.layers.swiglu import swiglu, swiglu_linear
+from gla_ext.model.attention import ATTENTION_OPTIONS
 from gla_ext.model.config import GLAConfig
 from gla_ext.model.step import step_attention, step_mlp
 from gla_ext.model.weights import init_weights
@@ -26,9 +27,14 @@ from gla_ext.ops.chunk import in_mode_of_now
 
 Module = TypeVar("Module", bound=nn.Module)
 
+# Options that a configuration and the layer call by the same name.
+_LAYER_OPTIONS = ("hidden_size", "expand_k", "expand_v", "num_heads", "num_kv_heads", "feature_map")
+_LAYER_OPTIONS += ("use_short_conv", "conv_size", "use_output_gate", "elementwise_affine")
+_LAYER_OPTIONS += ("norm_eps", "clamp_min", "fuse_norm")
+
 
 class ModelOutput(NamedTuple):
-    """What `GLAModel` returns: `[B, T, hidden_size]`, and the cache or None."""
+    """The result of `GLAModel`: hidden states `[B, T, hidden_size]`, and the cache or None."""
 
     last_hidden_state: Tensor
     past_key_values: Any | None
@@ -37,7 +43,7 @@ class ModelOutput(NamedTuple):
 class GLAMLP(nn.Module):
     """SwiGLU: `down_proj(swish(gate_proj(x)) * up_proj(x))` (Shazeer, 2020, arXiv:2002.05202).
 
-    The product is rounded once, and made again in backward: autograd keeps gate and up.
+    The product is rounded once. Autograd saves gate and up; backward computes the product again.
 
     Args:
         hidden_size: width of the input and the output.
@@ -63,36 +69,14 @@ class GLAMLP(nn.Module):
 
 
 def _token_mixer(config: GLAConfig, layer_idx: int) -> GatedLinearAttention | Attention:
-    """The layer that mixes a block's tokens: GLA, or attention where config.attn has it."""
+    """The layer that mixes a block's tokens: attention if config.attn lists the block, else GLA."""
     spec = config.attention_of(layer_idx)
     if spec is not None:
-        return Attention(
-            hidden_size=config.hidden_size,
-            num_heads=spec["num_heads"],
-            num_kv_heads=spec["num_kv_heads"],
-            qkv_bias=spec["qkv_bias"],
-            window_size=spec["window_size"],
-            rope_theta=spec["rope_theta"],
-            layer_idx=layer_idx,
-        )
-    return GatedLinearAttention(
-        mode=config.attn_mode,
-        hidden_size=config.hidden_size,
-        expand_k=config.expand_k,
-        expand_v=config.expand_v,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        feature_map=config.feature_map,
-        use_short_conv=config.use_short_conv,
-        conv_size=config.conv_size,
-        use_output_gate=config.use_output_gate,
-        gate_fn=config.hidden_act,
-        elementwise_affine=config.elementwise_affine,
-        norm_eps=config.norm_eps,
-        clamp_min=config.clamp_min,
-        fuse_norm=config.fuse_norm,
-        layer_idx=layer_idx,
-    )
+        options = {name: spec[name] for name in ATTENTION_OPTIONS}
+        return Attention(config.hidden_size, layer_idx=layer_idx, **options)
+    options = {name: getattr(config, name) for name in _LAYER_OPTIONS}
+    options |= {"mode": config.attn_mode, "gate_fn": config.hidden_act}
+    return GatedLinearAttention(layer_idx=layer_idx, **options)
 
 
 class GLABlock(nn.Module):
@@ -100,7 +84,7 @@ class GLABlock(nn.Module):
 
     Args:
         config: the model's configuration.
-        layer_idx: index of the block, under which its state stands in a cache.
+        layer_idx: index of the block, also the index of its state in a cache.
     """
 
     def __init__(self, config: GLAConfig, layer_idx: int) -> None:
@@ -120,14 +104,14 @@ class GLABlock(nn.Module):
         follows_step: bool = False,
         **attn_args: Any,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """x `[B, T, hidden_size]`; attn_args go to forward of `attn`, a `GatedLinearAttention` or
-        in some blocks of a hybrid model an `Attention`.
+        """x `[B, T, hidden_size]`. attn_args are passed to `attn.forward`; attn is a
+        `GatedLinearAttention` or, in some blocks of a hybrid model, an `Attention`.
 
-        The sums are made inside the norms that follow them. With a residual, x is added to it
-        first; with prenorm, the MLP's output and the residual that it is to be added to are
-        returned, for the next norm to add. Where a token is decoded in a few kernels, see
-        `gla_ext.model.step`, they make the sums: there is then no residual, and the next block
-        is told that it follows_step.
+        A sum with the residual is computed inside the norm after it. If a residual is given, x is
+        first added to it. With prenorm, the MLP's output and its residual are returned separately,
+        for the next norm to add. The few kernels that decode a token, see `gla_ext.model.step`,
+        compute the sums themselves: the returned residual is then None, and the next block gets
+        follows_step = True.
         """
         y = None
         if self.fuse_norm:
@@ -167,9 +151,9 @@ class GLAModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises every weight inside by the configuration: after `to_empty()`, last of all.
+        """Initialises every weight inside by the configuration. Call it last, after `to_empty()`.
 
-        The modules inside have reset_parameters too, of torch's distributions.
+        The submodules have their own reset_parameters, which use torch's distributions.
         """
         init_weights(self, self.config.initializer_range)
 
@@ -182,7 +166,7 @@ class GLAModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         cp_context: Any = None,
     ) -> ModelOutput:
-        """Arguments as `GLAForCausalLM.forward`."""
+        """Arguments are those of `GLAForCausalLM.forward`."""
         check_tensors("GLAForCausalLM", "input_ids cu_seqlens", input_ids, cu_seqlens)
         if use_cache and past_key_values is None:
             past_key_values = GLACache()
@@ -218,24 +202,25 @@ def run_blocks(
 ) -> Tensor:
     """Passes tokens through a stack of blocks.
 
-    Where there is a mask they travel in one packed row, padding last: they are sorted once, not
-    once a block, and no block computes with a mask.
+    With a mask, tokens are packed in one row, padding last. They are packed once, not in every
+    block, and no block computes with a mask.
 
     Args:
         blocks: the blocks, first to last.
         x: the embeddings, `[B, T, hidden_size]`.
-        attention_mask, past_key_values, use_cache, cu_seqlens, cp_context: as
-            `GLAForCausalLM.forward`; cu_seqlens beats the mask.
-        slots: int64 `[B * T]`, where in one row the tokens lie that cu_seqlens is of; see
-            `gla_ext.layers._history.packed_slots`. Default: None (x is that row).
-        max_seqlen: as `Attention.forward`'s. Default: None.
-        call: runs a block on x, perhaps a residual, and its keywords. Default: the block itself.
-        inputs: takes the input of every block, `[B, T, hidden_size]`. Default: None.
-        norm: of what the last block returns. Default: None.
+        attention_mask, past_key_values, use_cache, cu_seqlens, cp_context: as in
+            `GLAForCausalLM.forward`; if cu_seqlens is given, the mask is ignored.
+        slots: int64 `[B * T]`, the places of the tokens in the packed row to which cu_seqlens
+            refers; see `gla_ext.layers._history.packed_slots`. Default: None (x is that row).
+        max_seqlen: as in `Attention.forward`. Default: None.
+        call: runs a block on x, optionally a residual, and keywords. Default: the block itself.
+        inputs: list to which the input of every block is appended, `[B, T, hidden_size]`.
+            Default: None.
+        norm: norm to apply to the last block's output. Default: None.
 
     Returns:
-        The output of the last block, `[B, T, hidden_size]`, or of the norm. A padded
-        token passes every layer as 0 and every MLP as itself.
+        The output of the last block or of the norm, `[B, T, hidden_size]`. For a padded token,
+        attention layers add 0, and MLPs and norms process it like any other token.
     """
     B, T, _ = x.shape
     if attention_mask is not None:
@@ -252,7 +237,7 @@ def run_blocks(
         "max_seqlen": max_seqlen,
         "cp_context": cp_context,
     }
-    # The sum at a block's end is made in the norm that the next one starts with.
+    # The sum at a block's end is computed by the norm at the start of the next block.
     blocks, residual, follows_step = list(blocks), None, False
     carries = inputs is None and all(
         type(block) is GLABlock and block.fuse_norm and nobody_sees(block) for block in blocks
@@ -260,7 +245,7 @@ def run_blocks(
     for block in blocks:
         if inputs is not None:
             inputs.append(x if slots is None else unpack(x, slots, B, T))
-            x = x if slots is None else pack(inputs[-1], slots)  # on the gradient's way
+            x = x if slots is None else pack(inputs[-1], slots)  # so that gradients pass through it
         if not carries:
             x = call(block, x, **attn_args)
         elif residual is None:
@@ -275,7 +260,7 @@ def run_blocks(
     if slots is None:
         return x
     if past_key_values is not None:
-        for layer_idx in range(len(past_key_values)):  # each counted the whole row
+        for layer_idx in range(len(past_key_values)):  # each counted B * T tokens
             past_key_values.update(layer_idx=layer_idx, offset=T - B * T)
     return unpack(x, slots, B, T)
 
@@ -285,26 +270,28 @@ def _checkpointed(block: GLABlock, *x: Tensor, **attn_args: Any) -> Any:
 
 
 def fuse_projections(module: Module) -> Module:
-    """Makes inference multiply by one matrix where a layer has several of one input: q, k, v, the
-    output gate and the gate's first map of a `GatedLinearAttention`, q, k and v of an `Attention`
-    without biases, gate and up of a `GLAMLP`.
+    """Lets inference use one matrix product where a layer has several linear maps of one input: q,
+    k, v, the output gate and the gate's first map of a `GatedLinearAttention`; q, k and v of an
+    `Attention` without biases; gate and up of a `GLAMLP`.
 
-    A decoded token is mostly such products, each too small to fill a GPU, unless it takes the
-    kernels of `gla_ext.model.step`, as on a GPU up to 32 rows in bf16 or fp16 do; more than 256
-    tokens of a batch take them apart, as before. The weights are laid side by side in memory, once.
-    They stay the same parameters under the same names, which may change in place, be trained and be
-    saved; none is kept twice. Since each is then a part of a larger storage, do it last: what moves
-    or replaces parameters (`model.to(...)`) takes them apart again, which costs speed alone. What
-    holds their memory by its address, as a CUDA graph does, would read memory that was freed:
-    capture after. safetensors' `save_model` refuses parameters of one storage and takes a
-    `copy.deepcopy(module)`, in which they are apart; its `save_file`, `torch.save` of a whole
-    state_dict and `save_pretrained` take them as they are. Results may differ in their rounding.
-    Nothing changes with gradients, compiled and traced, in `batch_invariant`, where autocast keeps
-    its casts of the weights, nor where a hook, an adapter or a quantized or sharded weight has
-    taken a place.
+    A token step consists mostly of such products, each too small to fill a GPU, unless the kernels
+    of `gla_ext.model.step` run it, as they do on a GPU for up to 32 rows in bf16 or fp16. More than
+    256 tokens of a batch still use separate products.
+
+    The weights are made adjacent in memory, once. They stay the same parameters with the same
+    names, can be changed in place, trained and saved, and are not duplicated. Call this last: if
+    something moves or replaces the parameters (`model.to(...)`), they are separate again and only
+    the speed is lost. Code that holds their address, such as a CUDA graph, would read freed memory,
+    so capture graphs afterwards. safetensors' `save_model` rejects parameters that share a storage;
+    pass it a `copy.deepcopy(module)`, in which they are separate. Its `save_file`, `torch.save` of
+    a whole state_dict and `save_pretrained` accept them. Results may differ by rounding.
+
+    Nothing changes with gradients; when compiled or traced; in `batch_invariant`; where autocast
+    caches its casts of the weights; or where a linear map has a hook, an adapter or a quantized or
+    sharded weight.
 
     Args:
-        module: any module, of any depth: a `GLAForCausalLM`, `gla_ext.hf`'s, a layer.
+        module: any module, at any depth: a `GLAForCausalLM`, a model of `gla_ext.hf`, a layer.
 
     Returns:
         The module.

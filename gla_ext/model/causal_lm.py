@@ -17,9 +17,9 @@ from gla_ext.model.weights import init_weights
 
 
 class CausalLMOutput(NamedTuple):
-    """What `GLAForCausalLM` returns.
+    """The result of `GLAForCausalLM`.
 
-    loss: scalar, fp32 (fp64 of an fp64 model), nats a token, or None without labels.
+    loss: scalar, fp32 (fp64 for an fp64 model), in nats per token; None without labels.
     logits: `[B, T, vocab_size]`; None with labels and config.fuse_linear_cross_entropy.
     past_key_values: the cache, or None.
     """
@@ -44,7 +44,9 @@ class GLAForCausalLM(LanguageModel):
         self._reset_head()
 
     def reset_parameters(self) -> None:
-        """As `GLAModel.reset_parameters`; ties the embeddings anew, which `to_empty()` unties."""
+        """Like `GLAModel.reset_parameters`; also ties the embeddings again, which `to_empty()`
+        unties.
+        """
         self.model.reset_parameters()
         self._reset_head()
 
@@ -74,26 +76,26 @@ class GLAForCausalLM(LanguageModel):
             past_key_values: a cache of the tokens before these. Default: None.
             use_cache: store the states after these tokens in past_key_values, or in a new
                 `GLACache`. Default: False.
-            labels: int64 `[B, T]`, usually input_ids: logits at t are compared with labels at
-                t + 1, and labels of -100 do not count. With cu_seqlens the first label of each
-                sequence does not count either. Default: None.
-            logits_to_keep: with labels None, compute the logits of the last so many positions
-                alone, or of the positions in an int64 tensor `[n]`; 0 means all. Default: 0.
+            labels: int64 `[B, T]`, usually input_ids: logits at t are compared with labels at t +
+                1, and labels of -100 do not count. With cu_seqlens the first label of each sequence
+                does not count either. Default: None.
+            logits_to_keep: if labels is None, compute only the logits of the last `logits_to_keep`
+                positions, or of the positions in an int64 tensor `[n]`; 0 means all. Default: 0.
             cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of
                 one. Default: None.
-            cp_context: what `gla_ext.distributed.build_cp_context` returns, where input_ids and
-                labels are one rank's tokens of a longer text; in place of cu_seqlens. The loss is
-                that of the whole text on every rank, and its gradients are for what averages them
-                over the ranks, as DDP and FSDP2 do. Default: None.
+            cp_context: the result of `gla_ext.distributed.build_cp_context` if input_ids and labels
+                are one rank's tokens of a longer sequence; replaces cu_seqlens. On every rank the
+                loss is that of the whole sequence. Its gradients are scaled to be averaged over the
+                ranks, as DDP and FSDP2 do. Default: None.
 
         Returns:
             A `CausalLMOutput`. In train mode, backward of the loss writes the gradient over the
-            logits (FLA's does too); in torch.compile and with fuse_cross_entropy False it does not.
-            With labels and fuse_linear_cross_entropy there are no logits.
+            logits, as FLA's does, except in torch.compile and with fuse_cross_entropy False. With
+            labels and fuse_linear_cross_entropy there are no logits.
 
         Raises:
-            ValueError: logits_to_keep below 0; a mask of other numbers than 0 and 1 (on CPU).
-            TypeError: input_ids, labels or cu_seqlens that are no tensors.
+            ValueError: logits_to_keep below 0; a mask with numbers other than 0 and 1 (on CPU).
+            TypeError: input_ids, labels or cu_seqlens that are not tensors.
         """
         check_logits_to_keep(logits_to_keep)
         x, past_key_values = self.model(
@@ -110,16 +112,8 @@ class GLAForCausalLM(LanguageModel):
             else:
                 x = x[:, -logits_to_keep:]
             return CausalLMOutput(None, self.lm_head(x), past_key_values)
-        loss, logits = head_and_loss(
-            self.lm_head,
-            x,
-            labels,
-            self.config,
-            self.training,
-            cu_seqlens=cu_seqlens,
-            cp_context=cp_context,
-        )
-        return CausalLMOutput(loss, logits, past_key_values)
+        args = (self.lm_head, x, labels, self.config, self.training, None, cu_seqlens, cp_context)
+        return CausalLMOutput(*head_and_loss(*args), past_key_values)
 
     generate = generate
     generate_stream = generate_stream
@@ -130,7 +124,7 @@ class GLAForCausalLM(LanguageModel):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> GLAForCausalLM:
-        """Reads what `save_pretrained`, FLA or transformers wrote: see
+        """Reads a folder that `save_pretrained`, FLA or transformers wrote: see
         `gla_ext.model.checkpoint.load_model`.
         """
         config, tensors = read_model(folder)
@@ -140,7 +134,7 @@ class GLAForCausalLM(LanguageModel):
 
 
 def check_logits_to_keep(logits_to_keep: int | Tensor) -> None:
-    """Raises ValueError for a number of positions below 0."""
+    """Raises ValueError for a negative number of positions."""
     if isinstance(logits_to_keep, int) and logits_to_keep < 0:
         raise ValueError(
             f"GLAForCausalLM: expected logits_to_keep to be at least 0, got {logits_to_keep}"

@@ -1,4 +1,4 @@
-"""A model as a folder of safetensors and JSON, and the tensors in such files."""
+"""A model as a folder of safetensors and JSON files, and functions for the tensors in them."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ __all__ = [
 
 
 def load_model(folder: str | Path) -> GLAForCausalLM:
-    """Reads what `save_model`, or FLA, wrote.
+    """Reads a folder that `save_model` or FLA wrote.
 
     Args:
         folder: holds config.json and model.safetensors, or model.safetensors.index.json and the
-            files that it names. Not pytorch_model.bin, which is a pickle.
+            files that it lists. pytorch_model.bin is not read, because it is a pickle.
 
     Returns:
-        The model on CPU, in eval mode, its parameters fp32 whatever the file's dtype.
+        The model on CPU, in eval mode, with fp32 parameters whatever the file's dtype.
 
     Raises:
-        FileNotFoundError: without these files.
-        ValueError: if config.json holds no configuration, the tensors are not those of it or of
-            the index, or there are none but in a pickle.
+        FileNotFoundError: if these files are missing.
+        ValueError: if config.json holds no configuration, if the tensors do not match it or the
+            index, or if there are only tensors in a pickle.
     """
     return GLAForCausalLM.from_pretrained(folder)

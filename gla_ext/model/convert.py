@@ -2,9 +2,9 @@
 
     python -m gla_ext.model.convert OLD NEW
 
-OLD holds config.json and model.safetensors, several of these, or pytorch_model.bin, which is read
-without running code. NEW gets config.json, model.safetensors in the same dtypes, and what else OLD
-has beside its weights, as a tokenizer. gla_ext, FLA and transformers read it.
+OLD holds config.json and model.safetensors, several such files, or pytorch_model.bin, which is read
+without running code. NEW gets config.json, model.safetensors in the same dtypes, and the other
+files of OLD, such as a tokenizer. gla_ext, FLA and transformers can read it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _WEIGHTS = ("*.safetensors", "*.bin", INDEX_FILE, f"{_PICKLE}.index.json", CONFI
 
 
 def convert(old: str | Path, new: str | Path) -> None:
-    """Writes the model of a folder in today's form.
+    """Writes the model of a folder to a new folder, in today's form.
 
     Args:
         old: the folder to read.
-        new: the folder to make; it must not be there or be empty.
+        new: the folder to make; it must not exist or must be empty.
 
     Raises:
-        FileNotFoundError: without config.json or weights.
-        FileExistsError: new has files.
-        ValueError: the tensors are not those of the configuration, or that is none.
-        NotImplementedError: an option that is not implemented.
+        FileNotFoundError: if config.json or the weights are missing.
+        FileExistsError: if new has files.
+        ValueError: if the tensors do not match the configuration, or that is invalid.
+        NotImplementedError: for an option that is not implemented.
     """
     old, new = Path(old), Path(new)
     config = GLAConfig.load(old / CONFIG_FILE)

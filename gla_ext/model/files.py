@@ -1,4 +1,4 @@
-"""Files that are whole at any moment, and what a kill leaves of those that were being written."""
+"""Files that are complete at any moment, and the removal of partial files after a kill."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Gives a file to write, which then takes the place of `path`, its bytes on the disk.
+    """Gives a file to write, which then replaces `path`, with its bytes flushed to the disk.
 
-    The file lies in a folder of its own beside `path`. Whatever its writer puts there, safetensors
-    a file under a random name, a kill leaves nothing but that folder, and the next writer of `path`
-    removes it. After an error it is removed too, and `path` is as it was. One writer at a time.
+    The file is in a temporary folder next to `path`, as safetensors first writes a file of a random
+    name. If the process is killed, only that folder remains, and the next writer of `path` removes
+    it. After an error it is removed too, and `path` is unchanged. There may be only one writer at a
+    time.
 
     Args:
         path: the file to make or replace; its folder exists.
@@ -29,7 +30,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         file.touch()
         mode = file.stat().st_mode
         yield file
-        file.chmod(mode)  # safetensors leaves its file to the owner alone
+        file.chmod(mode)  # safetensors makes its file readable only by the owner
         _sync(file)
         os.replace(file, path)
     finally:
@@ -44,7 +45,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def remove_leftovers(path: str | Path) -> None:
-    """Removes what a kill left of a file that was to become `path`; nobody may be writing it."""
+    """Removes a partial file that a killed writer of `path` left; there must be no other writer."""
     folder = _writing_folder(Path(path))
     if folder.exists():
         shutil.rmtree(folder)

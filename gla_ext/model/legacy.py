@@ -1,7 +1,7 @@
-"""Checkpoints of FLA's GLA models of 2024: their names and shapes in today's.
+"""Conversion of checkpoints of FLA's GLA models of 2024 to today's names and shapes.
 
-FLA of before February 2025 had gate and up of an MLP in one matrix, `gate_proj` `[2 I, D]`, which
-FLA 0.5.2 and 0.6.0 do not read; of before March 2024 other names of modules and options.
+Before February 2025, FLA stored gate and up of an MLP in one matrix, `gate_proj` `[2 I, D]`, which
+FLA 0.5.2 and 0.6.0 cannot read. Before March 2024, it had other names of modules and options.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ _GATE = re.compile(r"^(.*\.mlp)\.gate_proj\.weight$")
 
 
 def modern_options(values: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a config.json under today's names; those that have them win.
+    """The entries of a config.json under today's names; an entry with today's name takes
+    precedence.
 
     Raises:
-        NotImplementedError: share_conv_kernel beside use_short_conv.
+        NotImplementedError: share_conv_kernel together with use_short_conv.
     """
     if values.get("use_short_conv") and values.get("share_conv_kernel"):
         raise NotImplementedError(
             "GLAConfig: share_conv_kernel = True with use_short_conv = True is not implemented, a "
             "convolution before the maps to q, k and v that FLA had until July 2024"
         )
-    if "num_heads" in values:  # others, as peft, may set num_attention_heads beside it
+    if "num_heads" in values:  # peft and others may set num_attention_heads too
         return values
     old = {new: values[name] for name, new in _OPTIONS.items() if name in values}
     return old | values
 
 
 def modern_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state_dict under today's names, in views of the same memory."""
+    """A state_dict under today's names; its tensors are views of the same memory."""
     found = {}
     for name, tensor in tensors.items():
         for old, new in _MODULES:

@@ -1,4 +1,4 @@
-"""The loss of a language model: cross entropy of each next token, with its logits or without."""
+"""The loss of a language model: cross entropy of each next token, with or without logits."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def head_and_loss(
     cp_context: Any = None,
     shifted: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss of x `[B, T, hidden_size]`, and its logits, or None where config has them never be
-    there, by its fuse_cross_entropy and fuse_linear_cross_entropy. For the rest see
-    `next_token_loss`.
+    """Returns the loss of x `[B, T, hidden_size]` and the logits. The logits are None if config
+    computes the loss without them (fuse_cross_entropy, fuse_linear_cross_entropy). For the other
+    arguments see `next_token_loss`.
     """
     if config.fuse_linear_cross_entropy and is_plain(head, biased=True):
         targets = _targets(labels, x, cu_seqlens, cp_context, shifted)
@@ -38,16 +38,10 @@ def head_and_loss(
         )
         return _mean(total, targets, num_items_in_batch, cp_context), None
     logits = head(x)
-    loss = next_token_loss(
-        logits,
-        labels,
-        num_items_in_batch,
-        cu_seqlens,
-        cp_context,
-        fuse_cross_entropy=config.fuse_cross_entropy or config.fuse_linear_cross_entropy,
-        inplace_backward=training,
-        shifted=shifted,
-    )
+    fused = config.fuse_cross_entropy or config.fuse_linear_cross_entropy
+    options = {"fuse_cross_entropy": fused, "inplace_backward": training, "shifted": shifted}
+    args = (labels, num_items_in_batch, cu_seqlens, cp_context)
+    loss = next_token_loss(logits, *args, **options)
     return loss, None if config.fuse_linear_cross_entropy else logits
 
 
@@ -62,27 +56,24 @@ def next_token_loss(
     inplace_backward: bool = False,
     shifted: bool = False,
 ) -> Tensor:
-    """Mean cross entropy of logits at t against labels at t + 1, nats a token.
+    """Mean cross entropy of logits at t against labels at t + 1, in nats per token.
 
     Args:
         logits: `[B, T, vocab_size]`.
         labels: int64 `[B, T]`; -100 does not count.
-        num_items_in_batch: divides the sum in place of the number of labels that count, so that
-            the micro-batches of one step add up to its mean. Default: None.
-        cu_seqlens: int32 or int64 `[N + 1]`, offsets of the sequences packed into a batch of one:
-            the first label of each does not count, as in a batch of them, nor do labels after the
-            last offset. Default: None.
-        cp_context: of one rank's logits and labels, see `GLAForCausalLM.forward`; in place of
-            cu_seqlens, and num_items_in_batch is the number of all ranks. Default: None.
-        fuse_cross_entropy: by `gla_ext.losses.cross_entropy_loss`, or by torch's operations.
+        num_items_in_batch: divisor of the sum, instead of the number of labels that count, so that
+            the losses of micro-batches add up to the mean of their update. Default: None.
+        cu_seqlens, cp_context: as in `GLAForCausalLM.forward`. Labels after the last offset do not
+            count. With cp_context, num_items_in_batch is the number of all ranks. Default: None.
+        fuse_cross_entropy: use `gla_ext.losses.cross_entropy_loss` instead of torch's operations.
             Default: True.
-        inplace_backward: as `gla_ext.losses.cross_entropy_loss`'s: backward writes the gradient
-            over the logits. Default: False.
-        shifted: labels are shifted already: logits at t are compared with labels at t, in every
+        inplace_backward: backward writes the gradient over the logits, as in
+            `gla_ext.losses.cross_entropy_loss`. Default: False.
+        shifted: labels are already shifted: logits at t are compared with labels at t, in every
             sequence. Default: False.
 
     Returns:
-        A scalar, fp32 or, of fp64 logits, fp64; NaN when no label counts.
+        A scalar, fp32 (fp64 for fp64 logits); NaN if no label counts.
 
     Raises:
         ValueError: for shifted labels of another shape than `[B, T]`.
@@ -97,7 +88,7 @@ def next_token_loss(
 def _targets(
     labels: Tensor, x: Tensor, cu_seqlens: Tensor | None, cp_context: Any, shifted: bool
 ) -> Tensor:
-    """What x `[B, T, ...]` is compared with at each token, `[B * T]`."""
+    """The target of each token of x `[B, T, ...]`, `[B * T]`."""
     if shifted:
         if labels.shape != x.shape[:2]:
             raise ValueError(
@@ -111,7 +102,7 @@ def _targets(
 def _mean(
     total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, cp_context: Any
 ) -> Tensor:
-    """Of the sum over the targets, or with a context over those of all ranks."""
+    """The mean loss, from the sum over the targets; with a cp_context the mean over all ranks."""
     count = num_items_in_batch
     if count is None:
         count = (targets != IGNORE_INDEX).sum()
@@ -125,13 +116,14 @@ def cross_entropy(
 ) -> Tensor:
     """The sum over tokens of -log softmax(logits)[target]; -100 does not count.
 
-    In fp32, fp64 for fp64 logits, whatever torch's default dtype is.
+    Computed in fp32, or fp64 for fp64 logits, whatever torch's default dtype is.
 
     Args:
         logits: `[N, vocab_size]`, any floating dtype.
         targets: int64 `[N]`.
-        fused: by the operator, else by torch's operations on a wider copy. Default: True.
-        inplace_backward: of the operator: see `gla_ext.losses.cross_entropy_loss`. Default: False.
+        fused: use the operator instead of torch's operations on a wider copy. Default: True.
+        inplace_backward: option of the operator: see `gla_ext.losses.cross_entropy_loss`.
+            Default: False.
     """
     if (shard := shard_of_vocabulary(logits)) is not None:
         return ShardedCrossEntropy.apply(*shard, targets)

@@ -1,7 +1,7 @@
-"""A decoded token's way through a block in five kernels, in place of some fourteen.
+"""A token step of a block in five kernels, instead of about fourteen.
 
-Norms, gates, activations and the sums of the residual stream are made in the kernels of the
-products that follow or precede them, which are gla_ext's own for so few rows:
+Each kernel computes a product and the norms, gates, activations and residual sums before or after
+it. The products are gla_ext's own kernels for few rows:
 
     norm_linear                   norm, then q, k, v, the output gate and the gate's first map
     recurrent_gla_low_rank_step_  the gate's second map, and the recurrence on the pool of states
@@ -9,8 +9,8 @@ products that follow or precede them, which are gla_ext's own for so few rows:
     norm_swiglu                   norm, gate_proj and up_proj, SwiGLU
     linear_residual               down_proj, residual
 
-They serve where nothing else wants to see what they leave out; else None is returned, and the
-block's modules are called one after the other.
+They are used if skipping the modules changes nothing, for example if there are no hooks. Otherwise
+the functions here return None, and the block's modules are called one after the other.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from gla_ext.ops import decode
 from gla_ext.ops._context import context_of
 from gla_ext.ops.recurrent import recurrent_gla_low_rank_step_
 
-# Rows of a batch, one token each: the kernels' own limit; with more cuBLAS is as fast.
+# Most rows of a batch, one token each. It is the kernels' limit; for more, cuBLAS is as fast.
 MOST_ROWS = 32
 DEVICES = ("cuda",)
 DTYPES = (torch.bfloat16, torch.float16)
-_COLUMNS = 32  # that the kernels take at once
+_COLUMNS = 32  # columns that the kernels process at once
 
 
 def takes_step(x: Tensor, residual: Tensor | None, *beside: Any) -> bool | None:
-    """`way_of_step` of x `[B, 1, D]`, a decoded token of few rows, without a gradient.
+    """`way_of_step` for x `[B, 1, D]`, a token of few rows, without a gradient.
 
-    Batch-invariant mode keeps to products that serve any number of rows, and autocast to its casts.
+    Returns None in batch-invariant mode, which uses the same products for any number of rows, and
+    under autocast, which casts the weights.
     """
     if x.device.type not in DEVICES or x.dtype not in DTYPES or x.ndim != 3:
         return None
@@ -64,18 +65,16 @@ def step_attention(
     cp_context: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """`residual + x`, the stream, and to it added the layer's output of its norm; or None.
+    """Returns `residual + x` plus the layer's output for the norm of that sum; or None.
 
-    Where the cache's states are written in place, as `Decoder` and `gla_ext.serve` have them.
+    Used if the cache's states are written in place, as with `Decoder` and `gla_ext.serve`.
 
     Args:
-        norm, layer: of the block.
-        x: `[B, 1, D]`.
-        residual: as x. Default: None (0).
-        overlaps: whether no kernel that may still run writes what this one reads early, weights and
-            states: the one before was of another step, and began after all before it.
-        past_key_values, use_cache, attention_mask, cu_seqlens, cp_context, **kwargs: as
-            `GatedLinearAttention.forward`'s.
+        x, residual: `[B, 1, D]`; a residual of None is 0.
+        overlaps: whether this kernel may read its weights and states before earlier kernels end.
+            This is so if the kernel before it is also one of a token step, and that kernel began
+            after all kernels before it had ended.
+        The other arguments are those of `GatedLinearAttention.forward`.
     """
     if type(layer) is not GatedLinearAttention or layer.training:
         return None
@@ -113,27 +112,22 @@ def step_attention(
 
 
 def step_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor | None:
-    """`residual + x`, the stream, and to it added the output of a SwiGLU MLP of its norm; or None.
-
-    Args:
-        norm: of the block.
-        mlp: has gate_proj, up_proj and down_proj.
-        x: `[B, 1, D]`.
-        residual: as x. Default: None (0).
+    """Returns `residual + x` plus the output of a SwiGLU MLP for the norm of that sum; or None. x
+    and residual are `[B, 1, D]`; a residual of None is 0.
     """
     linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     if mlp.training or takes_step(x, residual) is None:
         return None
     if not (is_plain_norm(norm, RMSNorm) and nobody_sees(mlp) and _are_plain(linears, x.dtype)):
         return None
-    overlaps = residual is None  # else a kernel of another kind is before
+    overlaps = residual is None  # otherwise the kernel before is of another kind
     x = x if residual is None else residual + x
     y = decode.norm_swiglu(x, norm.weight, norm.eps, linears[0].weight, linears[1].weight, overlaps)
     return decode.linear_residual(y, linears[2].weight, x, True)
 
 
 def _is_plain_layer(layer: GatedLinearAttention, dtype: torch.dtype) -> bool:
-    """Whether the layer is one that the kernels compute, of modules that need not be called."""
+    """Whether the kernels compute the same as the layer, and its modules need not be called."""
     if not (layer.fuse_norm_and_gate and nobody_sees(layer) and layer._gate_is_two_maps()):
         return False
     norm, (down, up) = layer.norm, layer.gk_proj

@@ -1,4 +1,4 @@
-"""Tensors as safetensors files that no reader sees half written, and those that a model is."""
+"""Safetensors files that are always complete, and the tensors of a model in them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from gla_ext.model.files import replacing
 from gla_ext.model.legacy import modern_tensors
 
 MODEL_FILE, CONFIG_FILE = "model.safetensors", "config.json"
-INDEX_FILE = "model.safetensors.index.json"  # of a model in several files, as transformers saves it
+INDEX_FILE = "model.safetensors.index.json"  # of a model in several files, as saved by transformers
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _METADATA_KEY = "gla_ext"
 
 
 def save_model(model: nn.Module, folder: str | Path) -> None:
-    """Writes model.safetensors and config.json, which FLA's `from_pretrained` reads too.
+    """Writes model.safetensors and config.json, which FLA's `from_pretrained` can also read.
 
     Args:
-        model: a `GLAForCausalLM`; with tied embeddings its one matrix is stored once, as the
-            embeddings.
-        folder: made if it is not there.
+        model: a `GLAForCausalLM`; tied embeddings are stored once, as the embeddings.
+        folder: created if it does not exist.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +34,9 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
 
 
 def read_model(folder: str | Path) -> tuple[GLAConfig, dict[str, Tensor]]:
-    """What `gla_ext.model.checkpoint.load_model` makes a model of, and raises for."""
+    """The configuration and tensors for `gla_ext.model.checkpoint.load_model`; raises its
+    errors.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -50,7 +51,9 @@ def read_model(folder: str | Path) -> tuple[GLAConfig, dict[str, Tensor]]:
 
 
 def _unfinished(folder: Path) -> str:
-    """How to finish the training run that stopped in this folder, or ''."""
+    """The end of an error message: how to finish the training run that stopped in this folder, or
+    ''.
+    """
     checkpoint = folder / "checkpoint.safetensors"
     step = read_metadata(checkpoint).get("step") if checkpoint.is_file() else None
     if step is None:
@@ -78,7 +81,7 @@ def read_model_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    """The tensors that an index names, each from the file that it names."""
+    """The tensors that an index lists, each read from its file."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = sorted(set(weight_map.values()))
@@ -106,7 +109,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state, without the output matrix where that is the embedding matrix."""
+    """The model's state_dict, without the output matrix if it is tied to the embeddings."""
     tensors = model.state_dict()
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
@@ -114,7 +117,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copies `model_tensors`' form into a model.
+    """Copies tensors, in the form that `model_tensors` returns, into a model.
 
     Raises:
         ValueError: for a missing or unknown name, or a wrong shape.
@@ -123,7 +126,7 @@ def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def check_tensors_of(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that are the model's own, raising as `load_tensors`."""
+    """The tensors without an unused output matrix; raises the errors of `load_tensors`."""
     expected = model_tensors(model)
     tensors = {
         name: tensor
@@ -148,10 +151,10 @@ def write_tensors(
     """Writes a safetensors file atomically: at any moment `path` is the old file or the new one.
 
     Args:
-        path: the file; `gla_ext.model.files.replacing` makes it.
+        path: the file, written by `gla_ext.model.files.replacing`.
         tensors: names and tensors, on any device.
-        metadata: anything JSON can hold. String values stand in the header as they are, which
-            other readers expect; the whole stands there as JSON. Default: None.
+        metadata: anything that JSON can represent. The header holds all of it as JSON, and also its
+            string values as such, which other readers expect. Default: None.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -168,11 +171,11 @@ def write_tensors(
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Reads a safetensors file: its tensors on CPU, and `write_tensors`' metadata or {}.
+    """Reads a safetensors file: its tensors on CPU, and the metadata of `write_tensors`, or {}.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a file that is damaged, or no safetensors file.
+        FileNotFoundError: if the file does not exist.
+        ValueError: if the file is damaged, or not a safetensors file.
     """
     with _opened(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
@@ -180,7 +183,7 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """`write_tensors`' metadata or {}, without reading a tensor; raises as `read_tensors`."""
+    """The metadata of `write_tensors`, or {}, without reading tensors; raises as `read_tensors`."""
     with _opened(path) as file:
         header = file.metadata() or {}
     return json.loads(header.get(_METADATA_KEY, "{}"))

@@ -1,4 +1,4 @@
-"""The weights of language models: what they are at first, and how many."""
+"""The weights of language models: their initial values and their number."""
 
 from torch import nn
 
@@ -13,7 +13,7 @@ def init_weights(module: nn.Module, std: float) -> None:
 
 
 def init_own_weights(module: nn.Module, std: float) -> None:
-    """`init_weights` without the modules inside."""
+    """`init_weights` for a single module, without its submodules."""
     if isinstance(module, (nn.Linear, nn.Conv1d, nn.Embedding)):
         nn.init.normal_(module.weight, mean=0.0, std=std)
         if not isinstance(module, nn.Embedding) and module.bias is not None:
@@ -23,8 +23,8 @@ def init_own_weights(module: nn.Module, std: float) -> None:
 
 
 def reset_convolutions(model: nn.Module) -> None:
-    """Gives short convolutions weights of torch's own distribution: little passes four taps of the
-    range that matrices have.
+    """Gives short convolutions weights from torch's default distribution. With the small range of
+    the matrices, four taps would let little of the signal pass.
     """
     for module in model.modules():
         if isinstance(module, ShortConvolution):

@@ -1,6 +1,7 @@
-"""The operators of gla_ext as Python functions, and what says how a call of them would run.
+"""The operators of gla_ext as Python functions, and functions about the plan and mode of a call.
 
-Each operator has a file, which declares what torch is told of it: see `_operator.declare`.
+Each operator has a file, which also declares the operator's rules to torch: see
+`_operator.declare`.
 """
 
 import importlib
@@ -75,6 +76,6 @@ __all__ = [
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     if "._" not in _module.name:
         importlib.import_module(_module.name)
-# Torch's counter imports Triton, and DTensor takes half a second: too much for who uses neither.
+# The counter imports Triton and DTensor takes half a second: only programs that use them pay.
 when_imported("torch.utils.flop_counter", _flops.register)
 when_imported("torch.distributed.tensor", _sharding.register)

@@ -1,5 +1,6 @@
-"""What Python checks: the types of arguments, and for calls that plain torch operations serve what
-csrc/dispatch/checker.h checks, with its sentences."""
+"""Argument checks in Python: the types of all arguments, and for calls that run as plain torch
+operations the checks of csrc/dispatch/checker.h, with the same messages.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What turns a switch in the environment off.
+# Values of an environment variable that turn a switch off.
 OFF = ("0", "false", "off", "no")
 SHORT = (torch.bfloat16, torch.float16)
 FLOATING = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
@@ -21,7 +22,7 @@ def check_tensors(op: str, names: str, *values: Any) -> None:
 
     Args:
         op: the function that was called.
-        names: of the values, in their order, with blanks between.
+        names: the names of the values, in their order, separated by blanks.
     """
     for t in values:
         if type(t) is not Tensor and t is not None and not isinstance(t, Tensor):
@@ -29,7 +30,7 @@ def check_tensors(op: str, names: str, *values: Any) -> None:
 
 
 def check_plain_tensors(op: str, names: str, *values: Any) -> None:
-    """As `check_tensors`; raises NotImplementedError for a DTensor."""
+    """Like `check_tensors`; also raises NotImplementedError for a DTensor."""
     for t in values:
         if type(t) is not Tensor and t is not None:
             if not isinstance(t, Tensor):
@@ -48,15 +49,17 @@ def _refuse_value(op: str, names: str, values: Sequence[Any]) -> None:
 
 
 def without_last_of_one(g: Tensor | None, k: Tensor) -> Tensor | None:
-    """A gate `[B, T, HK, 1]` of heads of more channels as the operators take it, `[B, T, HK]`."""
+    """Removes the last dimension of a gate `[B, T, HK, 1]` if K is not 1: operators take `[B, T,
+    HK]`.
+    """
     if g is not None and g.ndim == 4 and g.shape[-1] == 1 and k.shape[-1] != 1:
         return g.squeeze(-1)
     return g
 
 
 def wide_state(state: Tensor | None, q: Tensor) -> Tensor | None:
-    """An initial state as the operators take it: bfloat16 and float16 become float32,
-    but not beside float64 q, where operators refuse them.
+    """Converts a bfloat16 or float16 initial state to float32, as operators require, except with
+    float64 q, where they raise an error.
     """
     if state is not None and state.dtype in SHORT and q.dtype != torch.float64:
         return state.float()
@@ -64,8 +67,8 @@ def wide_state(state: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def check_scale(op: str, scale: Any) -> None:
-    """Raises TypeError where scale is neither a number nor None; a tensor would be read back, and
-    get no gradient.
+    """Raises TypeError if scale is neither a number nor None. A tensor would have to be read back
+    and would get no gradient.
     """
     if scale is None or type(scale) is float:
         return

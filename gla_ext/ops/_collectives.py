@@ -1,4 +1,4 @@
-"""Collectives of a process group, by its name, with gradients, in eager mode and in graphs."""
+"""Collectives, with gradients, of a process group given by name, in eager mode and in graphs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_functional = torch.ops._c10d_functional  # whose operators a build without distributed lacks
+_functional = torch.ops._c10d_functional  # a torch build without distributed lacks its operators
 
 
 def _reduced(x: Tensor, by: str, group_name: str) -> Tensor:
@@ -33,7 +33,7 @@ def all_gather(x: Tensor, size: int, group_name: str) -> Tensor:
 
 
 def first_row(rows: int, size: int, rank: int) -> int:
-    """Where a rank's part of so many rows starts: parts are as of `torch.chunk`."""
+    """First row of a rank's part of `rows` rows, which are split as by `torch.chunk`."""
     return min(rows, -(-rows // size) * rank)
 
 
@@ -60,17 +60,17 @@ class _Sum(torch.autograd.Function):
 
 
 def sum_gradients(x: Tensor, group_name: str) -> Tensor:
-    """x itself, which every rank has; its gradient is the sum of the ranks' gradients."""
+    """x, which is the same on every rank; its gradient is the sum of the ranks' gradients."""
     return _SumOfGradients.apply(x, group_name)
 
 
 def sum_over_ranks(x: Tensor, group_name: str) -> Tensor:
-    """The sum of the ranks' x, whose gradient every rank has whole."""
+    """The sum of the ranks' x. The gradient of the sum must be the same on every rank."""
     return _Sum.apply(x, 1, group_name)
 
 
 def sum_of_averaged(x: Tensor, size: int, group_name: str) -> Tensor:
-    """The sum of the ranks' x; the gradient is size times its own, for what averages gradients over
-    ranks (DDP, FSDP2).
+    """The sum of the ranks' x. Its gradient is multiplied by size, to undo a later average of
+    gradients over the ranks (DDP, FSDP2).
     """
     return _Sum.apply(x, size, group_name)

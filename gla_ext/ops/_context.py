@@ -1,4 +1,4 @@
-"""Where the tokens of a call stand in their text: all are here, unless a cp_context says else."""
+"""Whether this process has whole sequences or, with a cp_context, one rank's part of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from gla_ext.ops._door import several_ranks
 from gla_ext.ops.cross_entropy import IGNORE_INDEX
 
-# Ends the sentence of who takes no mask beside a context.
+# End of the error message of functions that take no mask together with a context.
 NO_MASK = (
     "expected no attention_mask beside cp_context, got one; pack the sequences and give "
     "build_cp_context their cu_seqlens"
@@ -20,10 +20,12 @@ NO_MASK = (
 
 
 class LocalContext:
-    """A text that one process has whole. `gla_ext.distributed.CPContext` has the same methods for
-    one rank's tokens, and `chunk_gla`, which in one process is the operator itself.
+    """The context of one process, which has whole sequences. `gla_ext.distributed.CPContext` has
+    the same methods for one rank's tokens, and also `chunk_gla`; one process calls the operator
+    directly.
 
-    shards: the dimensions of tokens `[B, T, H, D]` that DTensors may be sharded by, by name.
+    shards: the dimensions of tokens `[B, T, H, D]` by which DTensors may be sharded, with their
+    names.
     """
 
     shards: ClassVar[dict[str, int]] = {"batch": 0, "heads": 2}
@@ -36,8 +38,8 @@ class LocalContext:
         output_final_state: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-        """Several convolutions over the same sequences, one input and one cache each; returns the
-        outputs, and the caches to go on from or None.
+        """Runs several convolutions over the same sequences, each with its own input and cache.
+        Returns the outputs, and the caches after the tokens or None.
         """
         caches = [None] * len(inputs) if caches is None else caches
         results = [
@@ -48,8 +50,8 @@ class LocalContext:
         return outputs, states if output_final_state else None
 
     def next_labels(self, labels: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """The label that follows each token of x `[B, T, ...]`, `[B, T]` on its device; -100 after
-        the last of a sequence. The labels given are unshifted, cu_seqlens offsets or None.
+        """The label of the token after each token of x `[B, T, ...]`: `[B, T]` on x's device, -100
+        at the last token of a sequence. `labels` are unshifted; cu_seqlens are offsets or None.
         """
         labels = labels[:, 1:].to(x.device)
         if cu_seqlens is not None:
@@ -57,21 +59,21 @@ class LocalContext:
         return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, : x.shape[1]]
 
     def mean(self, total: Tensor, count: Tensor | int, counted_here: bool) -> Tensor:
-        """The mean loss, from the sum over the labels that are here and the number of labels, of
-        those here where counted_here, else of all.
+        """The mean loss: total, the sum over the labels of this process, divided by the number of
+        labels. count is the number of labels of this process if counted_here, else of all.
         """
         return total / count
 
     def check_shards(self, op: str, mesh: Any, roles: Sequence[str | None]) -> None:
-        """Refuses DTensors of q's mesh and roles, by dimension, that are no parts of the text."""
+        """Raises if DTensor shards do not fit this context; roles are q's, per mesh dimension."""
 
 
 _LOCAL = LocalContext()
 
 
 def context_of(cp_context: Any) -> Any:
-    """What stands behind a cp_context: None is one process; FLA's own object is taken too, with its
-    cuts as they are.
+    """The context object for a cp_context argument. None means one process. FLA's own object is
+    also accepted, with its split of the tokens.
     """
     if cp_context is None:
         return _LOCAL
@@ -86,14 +88,16 @@ def context_of(cp_context: Any) -> Any:
 
 
 def refuse_context(cp_context: Any, sentence: str) -> None:
-    """Raises NotImplementedError for a text that is cut over ranks."""
+    """Raises NotImplementedError if there is a cp_context, so that ranks have parts of
+    sequences.
+    """
     if cp_context is not None:
         raise NotImplementedError(sentence)
 
 
 def goes_on(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Whether tokens 1 to T - 1 are of the sequence of the token before, bool `[T - 1]`."""
+    """Whether each of tokens 1 to T - 1 continues the previous token's sequence, bool `[T - 1]`."""
     tokens = torch.arange(T, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    # Sequences count from 1; after the last offset the number is that of offsets.
+    # Sequences are numbered from 1; tokens after the last offset get the number len(cu_seqlens).
     sequences = torch.searchsorted(cu_seqlens, tokens, right=True)
     return (sequences[1:] == sequences[:-1]) & (sequences[1:] < len(cu_seqlens))

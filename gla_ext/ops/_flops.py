@@ -1,16 +1,16 @@
-"""How many floating-point operations the operators count for in torch's `FlopCounterMode`.
+"""The number of floating-point operations of each operator in torch's `FlopCounterMode`.
 
-As torch does, products are counted, 2 a multiply-add, by the shapes alone: those of the chunkwise
-algorithm (csrc/README.md) with C = 64, a chunk's C x C scores whole as attention's are, no padding
-of the last chunk; not gates, norms and activations, nor what a kernel computes again for itself.
-A packed row counts as one sequence. With n the sum of the chunks' squared lengths, C T where C
-divides T, a head's multiply-adds are
+As in torch, only products count, 2 for each multiply-add, and only shapes matter. The formulas are
+those of the chunkwise algorithm (csrc/README.md) with C = 64. All C x C scores of a chunk count, as
+in torch's count of attention; the last chunk is not padded. Gates, norms, activations and results
+that a kernel computes again for itself do not count. A packed row counts as one sequence. With n
+the sum of the chunks' squared lengths (C T if C divides T), the multiply-adds of a head are
 
     forward     n (K + V) + 2 T K V
     backward    n (3 K + 2 V) + 5 T K V
 
-and of the recurrence 2 T K V and 5 T K V. Backward counts the scores and states that it computes
-again, as torch's count of attention does.
+and for the recurrence 2 T K V and 5 T K V. Backward includes the scores and states that it computes
+again, as in torch's count of attention.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 
 CHUNK = 64  # tokens
 
-Formula = Callable[..., int]  # of the shapes of an operator's arguments
-FORMULAS: dict[str, Formula] = {}  # of each declared operator that has one
+Formula = Callable[..., int]  # takes the shapes of an operator's arguments
+FORMULAS: dict[str, Formula] = {}  # for each declared operator with a formula
 
 
 def register(counter: ModuleType) -> None:
@@ -35,8 +35,9 @@ def register(counter: ModuleType) -> None:
 
 
 def product(x: int, weight: int, times: int = 1, dim: int = 0) -> Formula:
-    """So many multiply-adds of each element of argument number x with each of the weight, argument
-    number `weight`, of an output: as many as that dimension of it has.
+    """The formula of `times` linear maps: 2 times the product of `times`, the number of elements of
+    argument x, and the size of dimension `dim` of argument `weight`. x and weight are positions of
+    arguments.
     """
 
     def formula(*args: Any, **kwargs: Any) -> int:
@@ -48,8 +49,9 @@ def product(x: int, weight: int, times: int = 1, dim: int = 0) -> Formula:
 def chunks(
     q: int, v: int, keys: int = 0, values: int = 0, states: int = 0, length: int = CHUNK
 ) -> Formula:
-    """`keys` times K and `values` times V multiply-adds a pair of tokens of a chunk, and `states`
-    times K V a token; of arguments number q and v.
+    """The formula of a chunkwise operator: `keys` K + `values` V multiply-adds for each pair of
+    tokens of a chunk, and `states` K V for each token. q and v are the positions of these
+    arguments.
     """
 
     def formula(*args: Any, **kwargs: Any) -> int:

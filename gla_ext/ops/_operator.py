@@ -1,4 +1,4 @@
-"""The declaration of an operator: what Python knows of it besides the function that calls it."""
+"""The declaration of an operator: the facts about it that Python has to register with torch."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ def declare(
     made_of: Callable[..., Any] | None = None,
     instead: str | None = None,
 ) -> Any:
-    """Registers what is said of an operator, and returns it.
+    """Registers the given facts about an operator, and returns the operator.
 
     Args:
-        name: without its namespace.
-        plain: its function in torch's operations, which exported programs may take in its place.
-        flops: from the shapes of its arguments, the operations that torch's counter counts.
-        vmap: its rule under `torch.vmap`, of `gla_ext.ops._vmap`, given the operator too.
-        shards: which shards of DTensors it computes alone, of `gla_ext.ops._sharding`.
-        made_of: for DTensors, its function in operators that have `shards`.
-        instead: what a program calls with DTensors, if neither is given. It is part of the error.
+        name: the operator's name without namespace.
+        plain: the same function made of torch operations, which can replace it in exported
+            programs.
+        flops: returns the operations that torch's counter counts, from the arguments' shapes.
+        vmap: the rule under `torch.vmap`, from `gla_ext.ops._vmap`; it also gets the operator.
+        shards: the shards of DTensors that the operator can compute locally, from
+            `gla_ext.ops._sharding`.
+        made_of: for DTensors, the same function made of operators that have `shards`.
+        instead: the function to call with DTensors if there is neither of these two; part of the
+            error.
     """
     op = getattr(torch.ops.gla_ext, name).default
     if plain is not None:

@@ -1,9 +1,9 @@
 """The operators as plain torch operations, for graphs that other programs run.
 
-Nothing is read back, nothing branches on data, and the length may be symbolic. Tokens meet in
-blocks of at most 16, pair by pair, blocks meet through states, 16 of them one after the other, and
-such groups again pair by pair. Every exponent is a sum of gates, none a difference of such sums: at
-most 0, and exact at any gate, -inf included.
+Nothing is read back, no branch depends on data, and the length may be symbolic. Blocks have at most
+16 tokens, which are combined pair by pair. Blocks are combined through states, 16 in sequence;
+groups of 16 blocks are again combined pair by pair. Every exponent is a sum of gates, never a
+difference of such sums, so it is at most 0 and exact for any gate, including -inf.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-UNITS = 16  # tokens of a block, and blocks of a group
+UNITS = 16  # tokens per block, and blocks per group
 
 
 def gla(
@@ -29,8 +29,8 @@ def gla(
     reverse: bool,
     state_v_first: bool,
 ) -> tuple[Tensor, Tensor]:
-    """o and the final state of `fused_recurrent_gla`, whose arguments these are, and so of
-    `chunk_gla`; reverse without cu_seqlens alone.
+    """o and the final state of `fused_recurrent_gla`, and so of `chunk_gla`; the arguments are
+    those of `fused_recurrent_gla`. reverse is only possible without cu_seqlens.
     """
     if reverse and cu_seqlens is not None:
         raise NotImplementedError(
@@ -39,7 +39,7 @@ def gla(
         )
     dtype, wide, H = v.dtype, torch.promote_types(q.dtype, torch.float32), q.shape[2]
     q = q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if g is not None and g.ndim == 3:  # one gate a head
+    if g is not None and g.ndim == 3:  # one gate per head
         g = g.unsqueeze(-1).expand_as(k)
     g = torch.zeros_like(k, dtype=wide) if g is None else _finite(g.to(wide))
     gv = None if gv is None else _finite(gv.to(wide))
@@ -59,14 +59,14 @@ def gla(
 
 
 class _Blocks(NamedTuple):
-    """Of every block of c tokens, what does not depend on the state that enters it."""
+    """For every block of c tokens, the results that do not depend on the state that enters it."""
 
-    o: Tensor  # [.., c, V], of pairs of its tokens
-    q: Tensor  # [.., c, K], decayed since the block's start
-    beta: Tensor | None  # [.., c, V], the decay of values since then
-    kv: Tensor  # [.., K, V], added to the state
-    x: Tensor  # [.., K], log of the state's decay
-    xv: Tensor | None  # [.., V]
+    o: Tensor  # [.., c, V], the contribution of pairs of its tokens
+    q: Tensor  # [.., c, K], q decayed since the block's start
+    beta: Tensor | None  # [.., c, V], decay of values since the block's start
+    kv: Tensor  # [.., K, V], what the block adds to the state
+    x: Tensor  # [.., K], log of the state's decay over the block
+    xv: Tensor | None  # [.., V], the same for values
 
     def outputs(self, state: Tensor) -> Tensor:
         through = self.q @ state
@@ -74,7 +74,7 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, gv: Tensor | None) -> _Blocks:
-    """All are `[.., c, D]`."""
+    """All arguments are `[.., c, D]`."""
     decay = _decays(g)
     scores = (k.unsqueeze(-2) * decay * q.unsqueeze(-3)).sum(-1)  # [.., j, i]
     k = k * decay[..., -1, :]
@@ -114,14 +114,14 @@ def _of_packed(
     h0: Tensor | None,
     offsets: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """o `[1, T, H, V]` and the final states `[N, H, K, V]`: every sequence starts a block."""
+    """o `[1, T, H, V]` and the final states `[N, H, K, V]`. Every sequence starts a new block."""
     T, N = q.shape[1], offsets.shape[0] - 1
-    count = T // UNITS + N + int(isinstance(T, torch.SymInt))  # never 1 then, see _units
+    count = T // UNITS + N + int(isinstance(T, torch.SymInt))  # at least 2 if symbolic, see _units
     lengths = offsets[1:] - offsets[:-1]
     owned = (lengths + UNITS - 1) // UNITS  # blocks of each sequence
     first = owned.cumsum(0) - owned
     block = torch.arange(count, device=q.device)
-    sequence = (first <= block.unsqueeze(1)).sum(1) - 1  # of each block
+    sequence = (first <= block.unsqueeze(1)).sum(1) - 1  # sequence of each block
     place = (block - first[sequence]).unsqueeze(1) * UNITS + torch.arange(UNITS, device=q.device)
     there = place < lengths[sequence].unsqueeze(1)  # [count, c]
     token = torch.where(there, offsets[sequence].unsqueeze(1) + place, 0).flatten()
@@ -134,7 +134,7 @@ def _of_packed(
     starts = (block == first[sequence])[:, None, None]
     h0 = torch.zeros_like(blocks.kv[:, :N].transpose(0, 1)) if h0 is None else h0
     own = h0.index_select(0, sequence).transpose(0, 1)  # [H, count, K, V]
-    # A first block forgets what other sequences left, and adds what its own starts from.
+    # A sequence's first block drops the state of other sequences and adds its own initial state.
     kv = torch.where(starts, blocks.kv + _decayed(own, blocks.x, blocks.xv), blocks.kv)
     x = torch.where(starts[:, 0], _lowest(g), blocks.x)
     states = torch.where(starts, own, _entering(kv, x, blocks.xv, None))
@@ -154,8 +154,8 @@ def _of_packed(
 
 
 def _entering(kv: Tensor, x: Tensor, xv: Tensor | None, h0: Tensor | None) -> Tensor:
-    """The state that enters each of n units, S' = decay S + kv, `[.., n, K, V]`, h0 the first or
-    None for zero; x `[.., n, K]` and xv `[.., n, V]` are logs of the decays.
+    """The states `[.., n, K, V]` that enter each of n units, by S' = decay S + kv. h0 is the first
+    one, None for zero. x `[.., n, K]` and xv `[.., n, V]` are logs of the decays.
     """
     n = kv.shape[-3]
     size, groups = _units(n)
@@ -165,13 +165,13 @@ def _entering(kv: Tensor, x: Tensor, xv: Tensor | None, h0: Tensor | None) -> Te
         t if t is None else F.pad(t, (0, 0, 0, missing)).unflatten(-2, (groups, size))
         for t in (x, xv)
     )
-    # In a group that starts from nothing, and what it leaves.
+    # States within a group that starts from zero, and the state at its end.
     inside, state = [], torch.zeros_like(kv[..., 0, :, :])
     for i in range(size):
         inside.append(state)
         state = _decayed(state, *(t if t is None else t[..., i, :] for t in (x, xv)))
         state = state + kv[..., i, :, :]
-    # From group to group, the first state before them all.
+    # From group to group; h0 enters the first group.
     h0 = torch.zeros_like(state[..., 0, :, :]) if h0 is None else h0
     added = torch.cat([h0.unsqueeze(-3), state], -3)
     added = _first(added, added.ndim - 3, groups)  # [.., groups, K, V]
@@ -189,24 +189,26 @@ def _entering(kv: Tensor, x: Tensor, xv: Tensor | None, h0: Tensor | None) -> Te
 
 
 def _units(n: int) -> tuple[int, int]:
-    """Into how many units of what size n are cut."""
+    """Size and number of the units into which n is cut."""
     if isinstance(n, torch.SymInt):
-        # At least two, or a program exported at a short length is one of such lengths alone: torch
-        # asks of every size whether it is 1, and broadcasts.
+        # At least two units. With one, torch would specialize the exported program to short
+        # lengths, as it checks every size for being 1, to broadcast it.
         return UNITS, n // UNITS + 2
     size = max(1, min(UNITS, n))
     return size, max(1, (n + size - 1) // size)
 
 
 def _first(x: Tensor, dim: int, n: int) -> Tensor:
-    """x[:n] in that dimension. A slice of symbolic length would be of another symbol's."""
+    """x[:n] along dim. A slice of symbolic length would get a new symbol instead of n as its
+    length.
+    """
     if isinstance(n, torch.SymInt):
         return x.index_select(dim, torch.arange(n, device=x.device))
     return x.narrow(dim, 0, n)
 
 
 def _shifted(x: Tensor) -> Tensor:
-    """0 and all but the last of `[.., n, D]`."""
+    """`[.., n, D]` shifted by one: 0, then all but the last."""
     return _first(F.pad(x, (0, 0, 1, 0)), x.ndim - 2, x.shape[-2])
 
 
@@ -225,7 +227,9 @@ def _decayed(state: Tensor, x: Tensor, xv: Tensor | None) -> Tensor:
 
 
 def _finite(g: Tensor) -> Tensor:
-    """Gates, held where their decay is 0 already: 0 times a sum of them is 0."""
+    """Gates clamped at a value whose decay is 0 anyway, so that 0 times their sums is 0 and not
+    NaN.
+    """
     return g.clamp(min=_lowest(g))
 
 
@@ -234,7 +238,7 @@ def _lowest(g: Tensor) -> float:
 
 
 def _for_every_head(x: Tensor | None, H: int) -> Tensor | None:
-    """`[B, T, HK, D]` -> `[B, T, H, D]`: head h is number h // (H // HK)."""
+    """`[B, T, HK, D]` -> `[B, T, H, D]`: head h is head h // (H // HK) of x."""
     if x is None or x.shape[2] == H:
         return x
     return x.unsqueeze(3).expand(-1, -1, -1, H // x.shape[2], -1).flatten(2, 3)

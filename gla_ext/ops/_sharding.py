@@ -1,44 +1,45 @@
 """The operators on sharded tensors (`torch.distributed.tensor.DTensor`).
 
-Once a program imports DTensors every operator of gla_ext has a rule of one of two kinds: which
-shards it computes alone, the placements of the largest inputs that are such shards being kept and
-other inputs redistributed to them; or an error that says what to call instead. `chunk_gla` and the
-recurrence choose their shards in Python, see gla_ext/distributed/sharding.py: their operators'
-results are not all sharded tensors.
+Once a program imports DTensors, every operator of gla_ext gets a rule of one of two kinds. The
+first kind names the shards that the operator can compute locally; the placements of the largest
+inputs are kept if possible and other inputs are redistributed to match. The second kind raises an
+error that names the function to call instead. `chunk_gla` and the recurrence choose their shards in
+Python, see gla_ext/distributed/sharding.py, because not all results of their operators are sharded.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# On one dimension of a mesh: where tensors are sharded, by the names of an operator's schema, or
-# SUM of outputs that are summed over the ranks. What has no name here is replicated.
+# For one dimension of a mesh: the dimension by which each tensor is sharded, by its name in the
+# operator's schema, or SUM for an output that is summed over the ranks. Other tensors are
+# replicated.
 SUM = "sum"
 Shards = dict[str, int | str]
 Given = dict[str, Any]
 Rule = Callable[[Given], Iterator[Shards]]
 
-# Of declared operators: the rule; for what is made of operators with one, its function in these;
-# what a program calls in place of what takes no DTensors.
+# For declared operators: the rule; or a function that composes the operator from operators with
+# rules; or the function to call instead of an operator that takes no DTensors.
 _RULES: dict[str, Rule] = {}
 _DECOMPOSED: dict[str, Callable[..., Any]] = {}
 _INSTEAD: dict[str, str] = {}
 
 
 def names_of_operators() -> list[str]:
-    """Of all that are registered, without their namespace."""
+    """Names of all registered operators of gla_ext, without namespace."""
     names = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
     return sorted(name for namespace, name in names if namespace == "gla_ext")
 
 
 def register(tensor: ModuleType) -> None:
-    """Gives the rules to torch.distributed.tensor."""
+    """Registers the rules with torch.distributed.tensor."""
     for name in names_of_operators():
         function = _DECOMPOSED.get(name, _refuse)
         if name in _RULES:
@@ -46,11 +47,11 @@ def register(tensor: ModuleType) -> None:
         torch.library.register_torch_dispatch(f"gla_ext::{name}", tensor.DTensor, function)
 
 
-# Arguments, and the output that is not there where they are False.
+# Flags, and the output that is empty if the flag is False.
 _ASKS_FOR = {"output_state": "state", "product": "y", "output": "y"}
 
 
-@torch.no_grad()  # below autograd, which sees an operator of DTensors
+@torch.no_grad()  # autograd has already recorded the operator on DTensors
 def _on_shards(
     tensor: ModuleType,
     rule: Rule,
@@ -84,7 +85,7 @@ def _on_shards(
     for dim in range(mesh.ndim):
 
         def stays(shards: Shards, dim: int = dim) -> int:
-            """Elements of inputs that lie as this choice has them."""
+            """Number of elements of inputs that already have the placement of this choice."""
             kept = (n for n, t in sharded.items() if t.placements[dim] == placement(shards.get(n)))
             return sum(sharded[n].numel() for n in kept)
 
@@ -97,13 +98,13 @@ def _on_shards(
         local[name] = t.to_local()
     outputs = op(*(given | local).values())
     single = isinstance(outputs, Tensor)
-    # Outputs without elements: gradients of what is absent, and what nobody asks for.
+    # Outputs without elements: gradients of missing inputs, and outputs that a flag turns off.
     absent = {f"d{argument.name}" for argument in schema.arguments} - {f"d{n}" for n in inputs}
     absent |= {name for flag, name in _ASKS_FOR.items() if given.get(flag) is False}
     found = []
     for output, t in zip(schema.returns, [outputs] if single else outputs, strict=True):
         name = output.name or "result"
-        if name == "dx" and t.ndim != given["dy"].ndim:  # dresidual serves for both
+        if name == "dx" and t.ndim != given["dy"].ndim:  # dresidual serves as both gradients
             absent.add(name)
         shards = [None if name in absent else c.get(name) for c in chosen]
         shape = list(t.shape)
@@ -111,12 +112,13 @@ def _on_shards(
             if isinstance(where, int):
                 like = next(n for n in c if n in sharded)
                 shape[where] = sharded[like].shape[c[like]]
-        options = {"run_check": False, "shape": torch.Size(shape), "stride": _contiguous(shape)}
-        found.append(cls.from_local(t, mesh, [placement(where) for where in shards], **options))
+        options = {"shape": torch.Size(shape), "stride": contiguous_strides(shape)}
+        placements = [placement(where) for where in shards]
+        found.append(cls.from_local(t, mesh, placements, run_check=False, **options))
     return found[0] if single else tuple(found)
 
 
-def _contiguous(shape: list[int]) -> tuple[int, ...]:
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * max(size, 1))
@@ -128,7 +130,9 @@ def _name(op: Any) -> str:
 
 
 def each_but_last(names: str, summed: str = "") -> Rule:
-    """Rows: any dimension but the last, in all that are named. The first is always given."""
+    """Rule for rows: shards all named tensors by the same dimension, any but the last. The first
+    named tensor must always be given.
+    """
 
     def rule(given: Given) -> Iterator[Shards]:
         for dim in range(given[names.split()[0]].ndim - 1):
@@ -138,7 +142,7 @@ def each_but_last(names: str, summed: str = "") -> Rule:
 
 
 def each(names: str) -> Rule:
-    """Elements: any dimension."""
+    """Rule for elementwise operators: shards all named tensors by the same dimension."""
 
     def rule(given: Given) -> Iterator[Shards]:
         for dim in range(given[names.split()[0]].ndim):

@@ -1,6 +1,6 @@
-"""The operators under `torch.vmap` and batched gradients: those of forward become one call of a
-larger batch, and what has no batch (weights and offsets of every slice, backward) a call for each
-slice.
+"""Rules for `torch.vmap` and batched gradients. Forward operators become one call of a larger
+batch. Calls in which a mapped argument has no batch (weights or offsets for every slice, backward)
+become one call per slice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _Dims = tuple[int | None, ...]
 
 
 def slice_by_slice(op: Callable[..., Any], info: Any, in_dims: _Dims, *args: Any) -> _Result:
-    """A call for each slice, and the results stacked."""
+    """One call per slice; the results are stacked."""
     if info.batch_size == 0:
         raise ValueError(f"{op.name()}: expected torch.vmap over at least 1 slice, got 0")
     results = [
@@ -32,18 +32,18 @@ def slice_by_slice(op: Callable[..., Any], info: Any, in_dims: _Dims, *args: Any
 def as_one_batch(
     batched: Sequence[int], has_batch: Callable[..., Sequence[bool]], joins: bool = True
 ) -> Callable[..., _Result]:
-    """One call for all slices, where all that is mapped has a batch.
+    """One call for all slices, if every mapped argument has a batch.
 
-    batched are the positions of the arguments whose first dimension is the batch, with which the
-    mapped dimension is joined, or before which it comes. has_batch tells, from the arguments, which
-    results have the batch first, none where one call cannot serve.
+    batched: positions of the arguments whose first dimension is the batch. The mapped dimension is
+    merged into it or, without `joins`, put before it. has_batch: for given arguments, whether each
+    result has the batch first; an empty sequence if one call is not possible.
     """
 
     def rule(op: Callable[..., Any], info: Any, in_dims: _Dims, *args: Any) -> _Result:
         outputs = has_batch(*args)
         mapped = {i for i, dim in enumerate(in_dims) if dim is not None}
         given = [i for i in batched if args[i] is not None]
-        # The operator has a sentence for a tensor without dimensions.
+        # The operator itself raises an error for a tensor without dimensions.
         has_dimensions = all(args[i].ndim > (i in mapped) for i in given)
         if not (outputs and mapped <= set(given) and has_dimensions):
             return slice_by_slice(op, info, in_dims, *args)
@@ -51,7 +51,7 @@ def as_one_batch(
         for i in given:
             x, dim = args[i], in_dims[i]
             x = x.expand(N, *x.shape) if dim is None else x.movedim(dim, 0)
-            B = x.shape[1]  # which the operator finds to be everyone's
+            B = x.shape[1]  # the operator checks that all are equal
             wide[i] = x.flatten(0, 1) if joins else x
         results = op(*wide)
         if joins:

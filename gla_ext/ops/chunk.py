@@ -21,12 +21,12 @@ from gla_ext.ops.inputs import CHECKS_INPUTS, check_offsets, check_values
 
 _TENSORS = "q k v g gv initial_state cu_seqlens cu_seqlens_cpu"
 
-# The operator's for_backward_bytes: -1 keeps for backward what the plan says, 0 nothing.
+# The operator's for_backward_bytes: -1 keeps as much for backward as the plan decides, 0 nothing.
 _for_backward_bytes = 0 if os.environ.get("GLA_EXT_KEEP_OPERANDS", "").lower() in OFF else -1
 
 
 class _Mode(threading.local):
-    """Python's default of the operators' batch_invariant argument, one a thread."""
+    """The default of the operators' batch_invariant argument, for each thread."""
 
     def __init__(self) -> None:
         value = os.environ.get("GLA_EXT_BATCH_INVARIANT", "").lower()
@@ -38,16 +38,16 @@ _mode = _Mode()
 
 @contextlib.contextmanager
 def batch_invariant(enabled: bool = True) -> Iterator[None]:
-    """Inside, a sequence gets the same bits alone, in a batch, or packed among others.
+    """While active, a sequence gets the same bits alone, in a batch, or packed with others.
 
-    The plan of such a call depends on K, V and the dtypes alone. Backward follows the mode its
-    forward ran in, and so does what the language models' checkpointing recomputes. A function that
-    you give to `torch.utils.checkpoint` yourself is run again in the mode of backward's thread, on
-    CUDA one of autograd's own: enter the mode inside the function.
+    The plan of such a call depends only on K, V and the dtypes. Backward uses the mode of its
+    forward, and so does the recomputation of the language models' activation checkpointing. If you
+    pass a function to `torch.utils.checkpoint` yourself, it is run again in the mode of the thread
+    that runs backward, which on CUDA is a thread of autograd: enter the mode inside the function.
     `GLA_EXT_BATCH_INVARIANT=1` in the environment sets the default of every thread.
 
     Args:
-        enabled: False turns the mode off inside. Default: True.
+        enabled: False turns the mode off while active. Default: True.
     """
     before = _mode.batch_invariant
     _mode.batch_invariant = enabled
@@ -58,24 +58,28 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
 
 
 def is_batch_invariant() -> bool:
-    """Whether calls of this thread are in that mode."""
+    """Whether calls of this thread are batch-invariant."""
     return _mode.batch_invariant
 
 
 def keeps_for_backward() -> bool:
-    """Whether forward leaves for backward what the plan says (GLA_EXT_KEEP_OPERANDS)."""
+    """Whether forward keeps the results for backward that the plan chooses
+    (GLA_EXT_KEEP_OPERANDS).
+    """
     return _for_backward_bytes != 0
 
 
 def in_mode_of_now(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function in the batch-invariant mode of now, whenever and in whatever thread it runs."""
+    """Wraps a function to run in the current batch-invariant mode, in any thread and at any
+    time.
+    """
     enabled = is_batch_invariant()
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         with batch_invariant(enabled):
             return function(*args, **kwargs)
 
-    # A graph has the mode as a constant, recomputed or not.
+    # In a graph the mode is a constant, also in recomputation.
     return form_of(run, function, compiled=function)
 
 
@@ -101,48 +105,50 @@ def chunk_gla(
         S_t = diag(exp(g_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T,    o_t = scale * S_t^T q_t
 
     in chunks of 64 tokens. Differentiable in q, k, v, g, gv and initial_state. Tokens come before
-    heads: `[B, H, T, K]`, as attention has it, is taken for H tokens of T heads.
+    heads: `[B, H, T, K]`, the layout of attention, would be read as H tokens of T heads.
 
     Args:
         q: queries, `[B, T, H, K]`; bfloat16, float16, float32, or float64 (CPU).
-        k: keys, `[B, T, HK, K]`, dtype of q. HK is H or a divisor: head h of q reads head
-            `h // (H // HK)` of k, v, g and gv, where it lies. Backward makes their gradients for
-            every head of q, and sums them.
+        k: keys, `[B, T, HK, K]`, dtype of q. HK is H or a divisor: head h of q reads head `h // (H
+            // HK)` of k, v, g and gv in place. Backward computes their gradients for every head of
+            q, and sums them.
         v: values, `[B, T, HK, V]`, dtype of q.
-        g: natural logarithm of the decay of each key channel, `[B, T, HK, K]`, at most 0; -inf is a
-            reset. It is not looked at: above 0, as of decays that are no logarithms, states grow
-            until results are inf or NaN; see `gla_ext.check_inputs`. bfloat16, float16 or float32,
-            whatever the dtype of q, but float64 with float64 q. One decay for all channels of a
-            head is `[B, T, HK]` or `[B, T, HK, 1]`, of which no copy for every channel need be
-            made. None: no decay.
+        g: natural logarithm of the decay of each key channel, `[B, T, HK, K]`, at most 0; -inf
+            resets the state. Its values are not checked: above 0, as of decays instead of
+            logarithms, states grow until results are inf or NaN; see `gla_ext.check_inputs`.
+            bfloat16, float16 or float32, whatever the dtype of q, but float64 with float64 q. One
+            decay for all channels of a head is `[B, T, HK]` or `[B, T, HK, 1]`; you need not expand
+            it. None: no decay.
         scale: factor of the scores, a number. Default: `K ** -0.5`.
         initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`; float32, bfloat16 or
             float16 (float64 with float64 q). N is the number of sequences: B, or
             `len(cu_seqlens) - 1`. Default: zero.
         output_final_state: whether to return the state after the last token. Default: False.
-        state_v_first: layout of both states. Default: False.
+        state_v_first: use the layout `[N, H, V, K]` for both states. Default: False.
         cu_seqlens: offsets of packed sequences, `[N + 1]`, int32 or int64, on q's device, with
             B = 1: first 0, non-decreasing, last at most T. Tokens after the last offset give zeros.
-            On CUDA nobody reads them on the host: with wrong ones the results are undefined, but
-            nothing outside them is written.
+            On CUDA they are not read on the host: with wrong offsets the results are undefined, but
+                no other memory is written.
         cu_seqlens_cpu: the same offsets on the CPU; their contents are checked, in eager mode.
             Default: None.
-        gv: the same of each value channel, `[B, T, HK, V]` (the paper's beta). Default: no decay.
-        cp_context: what `gla_ext.distributed.build_cp_context` returns, where these are one rank's
-            tokens of a longer text; FLA's own object is taken too. States then have a row for each
-            sequence with a token on this rank (`context.cut(T, device).sequences`): the initial one
-            is read where a sequence begins, the final one given where it ends. Default: None.
+        gv: natural logarithm of the decay of each value channel (the paper's beta), like g, `[B, T,
+            HK, V]`. Default: no decay.
+        cp_context: the result of `gla_ext.distributed.build_cp_context` if these are one rank's
+            tokens of a longer sequence; FLA's own object is accepted too. States then have a row
+            for each sequence with a token on this rank (`context.cut(T, device).sequences`). The
+            initial state is read on the rank where a sequence begins; the final state is returned
+            where it ends. Default: None.
 
     Returns:
         o, `[B, T, H, V]` in v's dtype, and the final state in the layout of initial_state, float32
         (float64 with float64 q), or None.
 
     Raises:
-        ValueError: shapes, devices or offsets do not agree.
-        TypeError: dtypes do not; scale is a tensor.
+        ValueError: shapes, devices or offsets that do not agree.
+        TypeError: dtypes that do not agree; a scale that is a tensor.
         NotImplementedError: a device or layout without kernels; forward-mode AD; torch.func
-            transforms but vmap; DTensors that are sharded by other dimensions than batch, heads
-            and, with a cp_context, tokens.
+            transforms except vmap; DTensors sharded by dimensions other than batch, heads and, with
+            a cp_context, tokens.
     """
     check_scale("chunk_gla", scale)
     tensors = (q, k, v, g, gv, initial_state, cu_seqlens, cu_seqlens_cpu)
@@ -156,7 +162,7 @@ def chunk_gla(
     g = without_last_of_one(g, k)
     initial_state = wide_state(initial_state, q)
     if cp_context is not None:
-        if g is not None and g.ndim == 3:  # one gate a head
+        if g is not None and g.ndim == 3:  # one gate per head
             g = g.unsqueeze(-1).expand(k.shape)
         args = (q, k, v, g, gv, initial_state, cu_seqlens, scale, output_final_state, state_v_first)
         modes = (_mode.batch_invariant, _for_backward_bytes)
@@ -177,7 +183,7 @@ fused_chunk_gla = chunk_gla
 
 
 def _check_offsets(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor | None, T: int) -> None:
-    """The contents of cu_seqlens_cpu; cu_seqlens itself has passed the operator's checks."""
+    """Checks the values of cu_seqlens_cpu; the operator has already checked cu_seqlens itself."""
     if cu_seqlens is None:
         raise ValueError("chunk_gla: expected cu_seqlens beside cu_seqlens_cpu, got None")
     if cu_seqlens_cpu.device.type != "cpu":
@@ -209,7 +215,7 @@ def _plain(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _with_a_batch(*args: Any) -> Sequence[bool]:
-    """o, final_state and what is kept for backward; that is empty unless asked for."""
+    """For o, final_state and the bytes kept for backward, which are empty unless requested."""
     cu_seqlens, output_final_state = args[6], args[8]
     if cu_seqlens is not None or any(for_backward_bytes > 0 for for_backward_bytes in args[11:]):
         return ()

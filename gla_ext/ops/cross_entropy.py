@@ -20,12 +20,18 @@ IGNORE_INDEX = -100
 
 
 class _Options(NamedTuple):
-    """What the losses below have in common; see `cross_entropy_loss`."""
+    """Options that the losses below have in common; see `cross_entropy_loss`."""
 
     ignore_index: int
     label_smoothing: float
     logit_scale: float
     logit_softcapping: float | None
+
+    @classmethod
+    def of(cls, ignore_index: int, smoothing: float, scale: float, cap: float | None) -> _Options:
+        """The options in the types that the operators take."""
+        cap = None if cap is None else float(cap)
+        return cls(ignore_index, float(smoothing), float(scale), cap)
 
 
 def cross_entropy_loss(
@@ -40,36 +46,35 @@ def cross_entropy_loss(
 ) -> tuple[Tensor, Tensor]:
     """`-log softmax(s)[target]` of every token, with `s = logit_scale * logits`.
 
-    One kernel forward, which reads the logits once and leaves them as they are, and one backward,
-    which reads them once more: no wider copy of them is made or kept. Sums are fp32 (fp64 for fp64
-    logits), whatever torch's default dtype is. Under `torch.func` transforms, with forward-mode AD,
-    for logits that are sharded over the classes and in ONNX the same is done by torch's operations.
+    Forward is one kernel, which reads the logits once and does not change them. Backward is one
+    kernel, which reads them once more. No wider copy of them is made or kept. Sums are fp32 (fp64
+    for fp64 logits), whatever torch's default dtype is. Torch's operations are used instead under
+    `torch.func` transforms, with forward-mode AD, for logits sharded over the classes, and in ONNX.
 
     Args:
         logits: `[N, V]`; bfloat16, float16, float32 or float64.
         target: int32 or int64 `[N]`, 0 to V - 1 or ignore_index. Another label raises ValueError on
-            CPU, and on CUDA stops the kernel: torch reports a device-side assert.
+            CPU. On CUDA it stops the kernel, and torch reports a device-side assert.
         label_smoothing: weight of the mean over all classes, 0 to 1. Default: 0.
         logit_scale: multiplies the logits. Default: 1.
-        lse_square_scale: adds so many times the square of the log of the sum of exponentials, the
-            z-loss (arXiv:2204.02311). Default: 0.
+        lse_square_scale: weight of the z-loss (arXiv:2204.02311), the square of the log of the sum
+            of exponentials. Default: 0.
         logit_softcapping: `s = cap * tanh(logit_scale * logits / cap)`. Default: None.
-        ignore_index: label that does not count: 0 is its loss and its gradient. Default: -100.
+        ignore_index: label that does not count: its loss and its gradient are 0. Default: -100.
         inplace_backward: backward writes the gradient over the logits, which saves a tensor of
-            their size. They are then no logits any more; a second backward, or one of something
-            else that needs them, raises torch's error for what was changed in place. Without effect
-            in torch.compile and of DTensors. Default: False.
+            their size. The logits are then lost: a second backward, or the backward of another
+            function that needs them, raises torch's error about changes in place. Ignored in
+            torch.compile and for DTensors. Default: False.
 
     Returns:
-        The losses `[N]`, the z-loss in them included, and the z-losses `[N]`, which have no
-        gradient of their own.
+        The losses `[N]`, which include the z-loss, and the z-losses `[N]`, which get no gradient.
 
     Raises:
         TypeError: for other dtypes.
         ValueError: for shapes, labels or options that do not fit.
     """
     check_tensors("cross_entropy", "logits target", logits, target)
-    options = _numbers(ignore_index, label_smoothing, logit_scale, logit_softcapping)
+    options = _Options.of(ignore_index, label_smoothing, logit_scale, logit_softcapping)
     form = form_on(_fwd, _plain, logits, compiled=_out_of_place, sharded=_on_shards)
     loss, z_loss, *_ = form(logits, target, *options, float(lse_square_scale), inplace_backward)
     return loss, z_loss
@@ -87,19 +92,20 @@ def fused_linear_cross_entropy_loss(
     num_chunks: int = 8,
     reduction: str = "mean",
 ) -> Tensor:
-    """Cross entropy of the logits `x @ weight.T + bias`, which are never there at once.
+    """Cross entropy of the logits `x @ weight.T + bias`, which are never in memory all at once.
 
-    A num_chunks-th of the tokens at a time, forward makes logits, losses and the gradients of their
-    sum. It keeps the gradients of x and, in fp32, of weight and bias; backward multiplies them.
-    DTensors take torch's operations, with all logits at once.
+    Forward processes one of num_chunks parts of the tokens at a time: it computes logits, losses
+    and the gradients of their sum. It keeps the gradients of x and, in fp32, of weight and bias,
+    which backward multiplies by the incoming gradient. DTensors use torch's operations, with all
+    logits at once.
 
     Args:
         x: `[N, D]`; bfloat16, float16, float32 or float64. Autocast casts x, weight and bias.
         target: int32 or int64 `[N]`, as `cross_entropy_loss`'s.
         weight: `[V, D]`, of x's dtype.
-        bias: `[V]`, likewise. Default: None (0).
+        bias: `[V]`, of x's dtype. Default: None (0).
         ignore_index, label_smoothing, logit_scale, logit_softcapping: as `cross_entropy_loss`'s.
-        num_chunks: parts of x; fewer where V is less than so many times D. Default: 8.
+        num_chunks: parts of x; fewer if V is less than num_chunks times D. Default: 8.
         reduction: 'mean' over the labels that count, or 'sum'. Default: 'mean'.
 
     Returns:
@@ -112,29 +118,23 @@ def fused_linear_cross_entropy_loss(
     """
     check_tensors("linear_cross_entropy", "x target weight bias", x, target, weight, bias)
     check_reduction(reduction, ("mean", "sum"))
-    options = _numbers(ignore_index, label_smoothing, logit_scale, logit_softcapping)
+    options = _Options.of(ignore_index, label_smoothing, logit_scale, logit_softcapping)
     tensors = [x, weight] if bias is None else [x, weight, bias]
     form = form_on(_linear, _plain_linear, *tensors, sharded=lambda _: _plain_linear)
     total = form(x, weight, bias, target, *options, num_chunks, True, True)[0]
     return total / (target != ignore_index).sum() if reduction == "mean" else total
 
 
-def _numbers(
-    ignore_index: int, label_smoothing: float, logit_scale: float, cap: float | None
-) -> tuple[int, float, float, float | None]:
-    """`_Options`, as the operators take them."""
-    cap = None if cap is None else float(cap)
-    return ignore_index, float(label_smoothing), float(logit_scale), cap
-
-
 def _on_shards(logits: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """The form that takes a DTensor `[N, V]`: sharded by V, no rank has a whole row."""
+    """The form for a DTensor `[N, V]`. Torch's operations if sharded by V: no rank has a whole
+    row.
+    """
     cut_by_classes = any(placement.is_shard(logits.ndim - 1) for placement in logits.placements)
     return _plain if cut_by_classes else _out_of_place
 
 
 def _out_of_place(*args: Any) -> tuple[Tensor, ...]:
-    """The operator without inplace_backward, its last argument."""
+    """The operator with inplace_backward, its last argument, turned off."""
     return _fwd(*args[:-1], False)
 
 
@@ -152,8 +152,8 @@ def _plain_linear(
 def plain_losses(
     logits: Tensor, target: Tensor, options: Any, lse_square_scale: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """`cross_entropy_loss` as torch's operations. options has its ignore_index, label_smoothing,
-    logit_scale and logit_softcapping, as FLA's modules have.
+    """`cross_entropy_loss` in torch's operations. options is any object with ignore_index,
+    label_smoothing, logit_scale and logit_softcapping, for instance one of FLA's modules.
     """
     s = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.logit_scale
     if options.logit_softcapping is not None:
@@ -180,7 +180,7 @@ def check_reduction(reduction: str, known: tuple[str, ...]) -> None:
 
 
 def _linear_flops(*args: Any, **kwargs: Any) -> int:
-    return product(0, 1, times=1 + sum(args[-2:]))(*args)  # with dx, with dweight
+    return product(0, 1, times=1 + sum(args[-2:]))(*args)  # logits, dx, dweight
 
 
 def _rows(given: Given) -> Iterator[Shards]:

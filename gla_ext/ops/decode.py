@@ -1,4 +1,4 @@
-"""The products of a decoded token, with what is before and after: see `gla_ext.model.step`."""
+"""The matrix products of a token step, fused with their neighbours: see `gla_ext.model.step`."""
 
 from gla_ext.ops._operator import declare
 

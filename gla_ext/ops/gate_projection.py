@@ -1,10 +1,9 @@
-"""The low-rank gate of a GLA layer: its second linear map and what is done to its result."""
+"""The low-rank gate of a GLA layer: its second linear map, log-sigmoid, division and clamp."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,8 +13,6 @@ from gla_ext.ops._flops import product
 from gla_ext.ops._operator import declare
 from gla_ext.ops._sharding import SUM, Given, Rule, Shards, each_but_last
 from gla_ext.ops._vmap import slice_by_slice
-
-MOST_RANK_ON_CUDA = 16
 
 
 def gate_projection(
@@ -27,17 +24,17 @@ def gate_projection(
 ) -> Tensor:
     """`max(logsigmoid(h @ weight.T + bias) / normalizer, clamp_min)`.
 
-    One kernel forward and, but for the last sum of the parameters' gradients, one backward, each of
-    which reads and writes everything once; fp32 between (fp64 for fp64 inputs), rounded once.
-    Autograd keeps h, weight and bias. On CUDA in bfloat16 and float16 with R up to 16; of other
-    dtypes and ranks there, torch.func transforms, forward-mode AD and in ONNX the same is done by
-    torch's operations.
+    Forward is one kernel; backward is one kernel and a last sum for the gradients of the
+    parameters. Each kernel reads and writes everything once, computes in fp32 (fp64 for fp64
+    inputs) and rounds once. Autograd saves h, weight and bias. CUDA kernels exist for bfloat16 and
+    float16 with R up to 16; for other dtypes and ranks the operator calls torch's operations there.
+    torch.func transforms, forward-mode AD and ONNX get torch's operations in place of the operator.
 
     Args:
-        h: `[..., R]`; bfloat16, float16, float32 or float64. Rows of a wider tensor are read where
-            they lie. Autocast casts h, weight and bias.
+        h: `[..., R]`; bfloat16, float16, float32 or float64. Rows of a wider tensor are read in
+            place. Autocast casts h, weight and bias.
         weight: `[K, R]`, of h's dtype.
-        bias: `[K]`, likewise. Default: None (0).
+        bias: `[K]`, of h's dtype. Default: None (0).
         normalizer: above 0. Default: 16.
         clamp_min: lower bound of the result. Default: None.
 
@@ -52,9 +49,7 @@ def gate_projection(
     check_tensors("gate_projection", "h weight bias", h, weight, bias)
     tensors = [h, weight] if bias is None else [h, weight, bias]
     clamp_min = None if clamp_min is None else float(clamp_min)
-    form = plain_gate_projection
-    if _has_kernel(h):
-        form = form_on(_fwd, plain_gate_projection, *tensors)
+    form = form_on(_fwd, plain_gate_projection, *tensors)
     return form(h, weight, bias, float(normalizer), clamp_min)
 
 
@@ -70,20 +65,11 @@ def plain_gate_projection(
     return g if clamp_min is None else g.clamp_min(clamp_min)
 
 
-def _has_kernel(h: Tensor) -> bool:
-    if not h.is_cuda:
-        return True
-    dtype = h.dtype
-    if torch.is_autocast_enabled("cuda") and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype("cuda")
-    return dtype in (torch.bfloat16, torch.float16) and h.shape[-1] <= MOST_RANK_ON_CUDA
-
-
 _CHANNELS: Shards = {"weight": 0, "bias": 0, "dweight": 0, "dbias": 0, "dh": SUM}
 
 
 def _rows_or_channels(rows: str, summed: str, gate: str) -> Rule:
-    """Rows, or channels of the parameters and of the gate."""
+    """Rule for sharding by rows, or by channels of the parameters and of the gate."""
 
     def rule(given: Given) -> Iterator[Shards]:
         yield from each_but_last(rows, summed)(given)

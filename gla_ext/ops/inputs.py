@@ -1,4 +1,4 @@
-"""Whether the values that an operator gets are such as it is made for."""
+"""Checks of the values of an operator's inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gla_ext.ops._checks import (
 
 CHECKS_INPUTS = os.environ.get("GLA_EXT_CHECK_INPUTS", "").lower() not in ("", *OFF)
 
-# More heads than models have: who has as many, beside fewer tokens, has mostly given heads first.
+# More heads than models have. With fewer tokens than heads, the caller mostly put heads first.
 _MANY_HEADS, _MORE_THAN_MOST = 64, 128
 
 
@@ -40,24 +40,26 @@ def check_inputs(
     *,
     gv: Tensor | None = None,
 ) -> None:
-    """Looks for what gives NaN or wrong results in a call of `chunk_gla` with the same arguments.
+    """Checks for values that give NaN or wrong results in a call of `chunk_gla` with these
+    arguments.
 
-    The operators look at no values, which on CUDA would wait for the device; this function does,
-    in eager mode. `GLA_EXT_CHECK_INPUTS=1` in the environment, read at import, has `chunk_gla` and
-    `fused_recurrent_gla`, and so the layers, look for the same after every call outside graphs,
+    The operators do not check values, which on CUDA would wait for the device. This function does,
+    in eager mode. With `GLA_EXT_CHECK_INPUTS=1` in the environment, read at import, `chunk_gla`,
+    `fused_recurrent_gla` and so the layers make the same checks after every call, except in graphs,
     transforms of torch.func and captures.
 
     Args:
         q, k, v, g, scale, initial_state, state_v_first, cu_seqlens, gv: as in `chunk_gla`.
-        output_final_state, cu_seqlens_cpu: not looked at, so that a call need not be changed.
+        output_final_state, cu_seqlens_cpu: ignored; accepted so that a call need not be changed.
 
     Raises:
-        ValueError: what `chunk_gla` refuses; NaN or inf; gates above 0, which are no logarithms of
-            decays (-inf is one); a scale that is not finite; offsets that do not start with 0,
-            decrease or end beyond T; tensors that look head-first, `[B, H, T, K]`: of more heads
-            than tokens, 64 or more (one token: more than 128), without states and offsets. The
-            sentence says how many there are, and where is the worst or one of them.
-        TypeError: what `chunk_gla` refuses.
+        ValueError: for whatever `chunk_gla` rejects; NaN or inf; gates above 0, which cannot be
+            logarithms of decays (-inf can); a scale that is not finite; offsets that do not start
+            with 0, that decrease or end beyond T. Also for tensors that look head-first, `[B, H, T,
+            K]`: without states and offsets, more heads than tokens and at least 64 heads (with one
+            token: more than 128). The message gives the number of bad values and the place of the
+            worst or of one.
+        TypeError: for whatever `chunk_gla` rejects.
     """
     names = "q k v g gv initial_state cu_seqlens"
     g = without_last_of_one(g, k) if isinstance(g, Tensor) and isinstance(k, Tensor) else g
@@ -87,11 +89,11 @@ def check_values(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> None:
-    """`check_inputs` of tensors whose shapes the operator has accepted.
+    """The checks of `check_inputs` for tensors whose shapes the operator has accepted.
 
     Args:
         op: the function that was called.
-        gate: its name for g.
+        gate: the name of g in that function.
     """
     T, H = q.shape[1:3]
     alone = initial_state is None and cu_seqlens is None
@@ -115,7 +117,7 @@ def check_values(
 
 
 def check_offsets(op: str, offsets: list[int], T: int) -> None:
-    """Raises ValueError for offsets of packed sequences that are none of T tokens."""
+    """Raises ValueError for offsets that are not valid for packed sequences in T tokens."""
     if offsets[0] != 0:
         raise ValueError(f"{op}: expected cu_seqlens to start with 0, got {offsets[0]}")
     for n, (start, end) in enumerate(itertools.pairwise(offsets)):

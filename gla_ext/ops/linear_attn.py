@@ -13,7 +13,7 @@ from gla_ext.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 State = Tensor | tuple[Tensor, Tensor]
 _EPSILON = 1e-10  # added to the sum of the scores, as FLA does
-_CUDA_WIDTH = 8  # columns of ones: what the fast kernels take
+_CUDA_WIDTH = 8  # columns of ones: a width that the fast kernels accept
 
 
 def chunk_linear_attn(
@@ -28,21 +28,22 @@ def chunk_linear_attn(
 ) -> tuple[Tensor, State | None]:
     r"""Linear attention in the chunkwise form: `chunk_simple_gla` without decay.
 
-    Computes `o_t = scale * S_t^T q_t` with `S_t = S_{t-1} + k_t v_t^T`; if `normalize`, divided by
-    the sum of the scores, `scale * z_t . q_t + 1e-10` with `z_t = z_{t-1} + k_t`. That sum is a
-    second, narrow call whose values are ones, so that it has the first one's accuracy and states.
+    Computes `o_t = scale * S_t^T q_t` with `S_t = S_{t-1} + k_t v_t^T`. If `normalize`, o_t is
+    divided by the sum of the scores, `scale * z_t . q_t + 1e-10` with `z_t = z_{t-1} + k_t`. A
+    second, narrow call with values of ones computes that sum, so that it is as exact as the first
+    call and has a state as well.
 
     Args:
         q, k, v, scale, output_final_state, cu_seqlens: as in `chunk_simple_gla`.
-        initial_state: `[N, H, K, V]`, as in `chunk_simple_gla`. If `normalize`, that alone or a
-            pair of it and z, `[N, 1, H, K]` of any floating dtype. Default: zero.
+        initial_state: `[N, H, K, V]`, as in `chunk_simple_gla`. If `normalize`, it may also be a
+            pair of that and z, `[N, 1, H, K]` of any floating dtype. Default: zero.
         normalize: whether to divide by the sum of the scores. Default: True.
 
     Returns:
-        o, `[B, T, H, V]` in v's dtype, and the final state or None: `[N, H, K, V]`, if `normalize`
-        in a pair with z, `[N, 1, H, K]`, both float32 (float64 with float64 q).
+        o, `[B, T, H, V]` in v's dtype, and the final state or None. The state is `[N, H, K, V]`; if
+        `normalize`, a pair of it and z, `[N, 1, H, K]`. Both are float32 (float64 with float64 q).
 
-    What is raised is as in `chunk_simple_gla`.
+    Raises the errors of `chunk_simple_gla`.
     """
     options = {"scale": scale, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
     args = (q, k, v, initial_state, normalize, options)
@@ -67,7 +68,7 @@ def fused_recurrent_linear_attn(
 
     Args:
         q, k, v, scale, initial_state, output_final_state, cu_seqlens: as in `chunk_linear_attn`.
-        reverse: the last token of a sequence comes first. Default: False.
+        reverse: process the tokens from last to first. Default: False.
         normalize: as in `chunk_linear_attn`. Default: False.
 
     Results and errors are those of `chunk_linear_attn`.
@@ -117,7 +118,7 @@ def _states(
 
 
 def _as_state(op: str, z: Tensor, q: Tensor, wide: torch.dtype) -> Tensor:
-    """z `[N, 1, H, K]` as the state of one value, `[N, H, K, 1]`."""
+    """z `[N, 1, H, K]` in the shape of a state with one value channel, `[N, H, K, 1]`."""
     H, K = q.shape[2:]
     if z.ndim != 4 or z.shape[1:] != (1, H, K):
         raise ValueError(

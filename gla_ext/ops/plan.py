@@ -1,4 +1,4 @@
-"""What would run for a call of chunk_gla."""
+"""The plan of a call of chunk_gla: the kernels that would run."""
 
 import os
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from gla_ext import _C
 from gla_ext.ops import chunk
 
 _MEBIBYTE = 2**20
-# A GPU to plan for where there is none: an H100's or H200's compute capability, multiprocessors.
+# The GPU to plan for if there is none: compute capability and multiprocessors of H100 and H200.
 _HOPPER = ("9.0", 132)
 
 
@@ -18,16 +18,17 @@ class Plan:
     """The plan of both passes of a call of `chunk_gla`; `print` it to read it.
 
     Attributes:
-        path: "fused" (the kernels for Hopper) or "steps" (a kernel a step, any GPU).
-        fused_expects: what the fused path expects and this call does not have; None on that path.
+        path: "fused" (the kernels for Hopper) or "steps" (one kernel per step, any GPU).
+        fused_expects: the condition of the fused path that this call does not meet; None if it
+            does.
         forward, backward: the kernels that each pass launches, in order; csrc/README.md has a table
-            of their names. Over several ranks "all-gather" and "fold_ranks" stand where the halves
-            of a pass meet.
-        forward_segments, backward_segments: into how many segments of one batch row the sweeps of
-            each pass cut sequences, to fill the GPU; 0: they do not.
-        forward_workspace_bytes, backward_workspace_bytes: what each pass allocates besides inputs
-            and outputs, and frees when it ends.
-        for_backward_bytes: what forward leaves for backward besides its inputs.
+            of their names. With several ranks, "all-gather" and "fold_ranks" mark the point between
+            the two halves of a pass.
+        forward_segments, backward_segments: the number of segments into which each pass cuts the
+            sequences of one batch row, to fill the GPU; 0: sequences are not cut.
+        forward_workspace_bytes, backward_workspace_bytes: memory that each pass allocates besides
+            inputs and outputs, and frees when it ends.
+        for_backward_bytes: memory that forward keeps for backward besides its inputs.
     """
 
     path: str
@@ -70,32 +71,32 @@ def plan(
     across_ranks: bool = False,
     gpu: torch.device | str | int | tuple[str, int] | None = None,
 ) -> Plan:
-    """Which kernels a call of `chunk_gla` on CUDA launches, and why not those of the fused path.
+    """The kernels that a call of `chunk_gla` on CUDA launches, and why the fused path is not used.
 
-    The answer is that of a call with a gradient to come, in the current `batch_invariant` mode and
-    under the environment's `GLA_EXT_CUDA_PATH` and `GLA_EXT_KEEP_OPERANDS`, with rows that start at
-    multiples of 16 bytes. It needs no GPU and launches nothing.
+    The plan is for a call with a backward pass, in the current `batch_invariant` mode, with the
+    environment's `GLA_EXT_CUDA_PATH` and `GLA_EXT_KEEP_OPERANDS`, and with rows that start at
+    multiples of 16 bytes. This function needs no GPU and launches nothing.
 
     Args:
         B, T, H, K, V: the sizes of q `[B, T, H, K]` and v `[B, T, H, V]`.
         N: the number of sequences packed in one row (B = 1). Default: none are packed.
-        dtype: of q, k and v: torch.bfloat16 (the default), float16 or float32.
-        gate_dtype: of g and gv. Default: `dtype`.
+        dtype: dtype of q, k and v: torch.bfloat16 (the default), float16 or float32.
+        gate_dtype: dtype of g and gv. Default: `dtype`.
         g: whether there are gates on keys. Default: True.
         gv: whether there are gates on values. Default: False.
-        head_gates: whether g is one gate a head, `[B, T, HK]`. Default: False.
-        gate_gradient: whether g needs a gradient; constant decays do not. Default: True.
-        across_ranks: whether the call has a cp_context on several ranks; T is then this rank's.
-            Default: False.
+        head_gates: whether g is one gate per head, `[B, T, HK]`. Default: False.
+        gate_gradient: whether g needs a gradient, which constant decays do not. Default: True.
+        across_ranks: whether the call has a cp_context on several ranks; T is then the number of
+            this rank's tokens. Default: False.
         gpu: a CUDA device, or a pair of compute capability and number of multiprocessors such as
-            `("9.0", 132)`. Default: the current device, or where there is none an H100.
+            `("9.0", 132)`. Default: the current device, or an H100 if there is none.
 
     Returns:
         A `Plan`.
 
     Raises:
-        ValueError: a size or dtype that CUDA kernels do not take; packed sequences across ranks,
-            of which each rank's first and last are summed up by themselves.
+        ValueError: a size or dtype that CUDA kernels do not support; packed sequences across ranks,
+            since the first and the last sequence of each rank get a summary of their own.
 
     Example:
         >>> print(gla_ext.plan(8, 2048, 4, 256, 512, gpu=("9.0", 132)))
@@ -140,7 +141,9 @@ def plan(
 
 
 def _kernels(found: dict, across_ranks: bool) -> tuple[str, ...]:
-    """What a pass launches. The step path makes a rank's summary by a pass of its own."""
+    """The kernels that a pass launches. On the step path, a separate pass makes a rank's
+    summary.
+    """
     kernels = tuple(found["kernels"])
     if not across_ranks:
         return kernels

@@ -1,4 +1,4 @@
-"""The recurrence as Python functions: over sequences, and on a server's pool of states."""
+"""The recurrence as Python functions: for sequences, and for states in a server's pool."""
 
 import functools
 import warnings
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gla_ext.ops._checks import check_scale, wide_state, without_last_of_one
-from gla_ext.ops._door import at_once, form_of, not_in_onnx, on_shards, when_read
+from gla_ext.ops._door import at_once, form_of, not_in_onnx, on_pool, on_shards, when_read
 from gla_ext.ops._flops import product
 from gla_ext.ops._operator import declare
 from gla_ext.ops._plain import gla
@@ -43,36 +43,31 @@ def fused_recurrent_gla(
 
         S_t = diag(exp(gk_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T,    o_t = scale * S_t^T q_t
 
-    one token after the other: for decoding, short prompts, gates on values, and reverse time.
-    Tokens come before heads, as in `chunk_gla`, the fast form for long sequences. Differentiable in
-    q, k, v, gk, gv and initial_state; backward computes the states again and divides by no decay,
-    so that it is as exact as the recurrence at any gate. Its workspace grows with T: a state of
-    every head each 32 tokens (CUDA) or 16 (CPU), and on CUDA, where blocks share a state, fp32
-    partial sums of dq, dk and dgk for each of them.
+    one token after the other. Use it for decoding, short prompts, gates on values, and reverse
+    time; `chunk_gla` is the fast form for long sequences. Tokens come before heads, as in
+    `chunk_gla`. Differentiable in q, k, v, gk, gv and initial_state. Backward computes the states
+    again and never divides by a decay, so that it is as exact as the recurrence for any gate. Its
+    workspace grows with T: a state of every head for every 32 tokens (CUDA) or 16 (CPU). On CUDA,
+    where several blocks share a state, it also has fp32 partial sums of dq, dk and dgk for each
+    block.
 
     Args:
         q, k, v: `[B, T, H, K]`, `[B, T, HK, K]`, `[B, T, HK, V]`, as in `chunk_gla`.
-        gk: its g, logarithms of decays, `[B, T, HK, K]`, or of each head, `[B, T, HK]` or
-            `[B, T, HK, 1]`. Default: no decay.
-        gv: the same of each value channel, `[B, T, HK, V]`. Default: no decay.
-        scale: factor of the scores, a number. Default: `K ** -0.5`.
-        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`, as in `chunk_gla`.
-            Default: zero.
-        output_final_state: whether to return the state after the last token. Default: False.
-        reverse: the last token of a sequence comes first. Default: False.
-        state_v_first: layout of both states. Default: False.
-        cu_seqlens: offsets of packed sequences, `[N + 1]`, as in `chunk_gla`. Default: None.
+        gk: logarithms of decays, like g of `chunk_gla`: `[B, T, HK, K]`, or one decay per head,
+            `[B, T, HK]` or `[B, T, HK, 1]`. Default: no decay.
+        gv: logarithms of the decays of value channels, `[B, T, HK, V]`. Default: no decay.
+        scale, initial_state, output_final_state, state_v_first, cu_seqlens: as in `chunk_gla`.
+        reverse: process the tokens from last to first. Default: False.
         **kwargs: `transpose_state_layout`, the old name of state_v_first; it warns.
 
     Returns:
-        o, `[B, T, H, V]` in v's dtype, and the final state in the layout of initial_state, float32
-        (float64 with float64 q), or None.
+        The same as `chunk_gla`.
 
     Raises:
-        ValueError: shapes, devices or offsets do not agree; both names of state_v_first.
-        TypeError: dtypes do not agree; unknown keywords; scale is a tensor.
+        ValueError: shapes, devices or offsets that do not agree; both names of state_v_first.
+        TypeError: dtypes that do not agree; unknown keywords; a scale that is a tensor.
         NotImplementedError: a device or layout without kernels; forward-mode AD; torch.func
-            transforms but vmap; DTensors that are sharded by other dimensions than batch and heads.
+            transforms except vmap; DTensors sharded by dimensions other than batch and heads.
     """
     if kwargs:
         state_v_first = _state_layout(kwargs, state_v_first)
@@ -110,49 +105,50 @@ def recurrent_gla_step_(
     write_slots: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Decodes the next token of every row, and moves the rows' states on, in place.
+    """Decodes the next token of every row and updates the rows' states, in place.
 
-    The recurrence of `fused_recurrent_gla` for B rows whose states lie in a pool, so that a server
-    keeps the states of all its sequences in one tensor. Row b reads `state[slots[b]]` and writes
-    there, or to `state[write_slots[b]]`; a matrix is read once and written once. There is no
-    gradient. Works in CUDA graphs and under `torch.compile(fullgraph=True)`, which copies no pool.
+    This is the recurrence of `fused_recurrent_gla` for B rows whose states are in a pool, so that a
+    server can keep the states of all its sequences in one tensor. Row b reads `state[slots[b]]` and
+    writes its new state there, or to `state[write_slots[b]]`. Each state matrix is read once and
+    written once. There is no gradient. Works in CUDA graphs and under
+    `torch.compile(fullgraph=True)`, which does not copy the pool.
 
-    A pool in bfloat16 or float16 takes half of the memory and of a step's time. Arithmetic is fp32
-    all the same: a call rounds a state once, when it is written, to the nearest number. So what a
-    token adds to an element is lost where it is less than half a unit of its last place, which
-    happens with gates near 1; float16 also overflows beyond 65504. See "States in 16 bits" on the
-    page on numerics.
+    A pool in bfloat16 or float16 needs half the memory and half the time of a token step.
+    Arithmetic is still fp32: a call rounds a state once, to nearest, when it writes it. A token's
+    contribution to an element is therefore lost if it is less than half a unit in the last place,
+    which happens with gates near 1; float16 also overflows beyond 65504. See "States in 16 bits" on
+    the page on numerics.
 
     Args:
-        q: `[B, T, H, K]`, mostly with T = 1; T tokens are T steps in one call.
+        q: `[B, T, H, K]`, mostly with T = 1; T tokens are T token steps in one call.
         k, v: `[B, T, HK, K]`, `[B, T, HK, V]`, as in `fused_recurrent_gla`.
-        gk, gv: gates, `[B, T, HK, K]`, for gk or `[B, T, HK]`, and `[B, T, HK, V]`. Default: None.
+        gk, gv: gates, `[B, T, HK, K]` (gk also `[B, T, HK]`) and `[B, T, HK, V]`. Default: None.
         state: the pool, `[P, H, K, V]`, or `[P, H, V, K]` if `state_v_first`; float32, bfloat16 or
             float16, whatever the dtype of q (float64 with float64 q). Its last two dimensions are
             contiguous; P and H may have any stride with which no two matrices overlap.
-        slots: the row of the pool of each row of the batch, `[B]`, int32 or int64, on q's device.
+        slots: for each row of the batch, its row of the pool, `[B]`, int32 or int64, on q's device.
             A slot below 0 (by convention -1) or beyond the pool skips its row: o is zero there and
-            no state is touched. A slot that stands twice leaves its state undefined, and the o of
-            its rows too, but nothing else. Default: P = B, and row b has slot b.
+            no state is read or written. A slot given twice leaves its state and the o of its rows
+            undefined, but nothing else. Default: P = B, and row b has slot b.
         scale: factor of the scores, a number. Default: `K ** -0.5`.
         state_v_first: layout of the pool. Default: False.
-        write_slots: where each row's new state goes, as slots; the row's own slot is then only
-            read, so that many rows may go on from one cached beginning (copy-on-write). A slot
-            below 0 or beyond the pool writes nothing, and o is there all the same. A slot that a
-            row writes must be no other row's, to read or to write: else its state and the o of
-            these rows are undefined. Default: slots.
-        out: where o goes, of o's shape and dtype, with a contiguous last dimension and no memory in
-            common with the inputs; contiguous under torch.compile. Default: a new tensor.
+        write_slots: row of the pool for each row's new state, like slots. The row's own slot is
+            then only read, so that many rows may start from one cached state (copy-on-write). For a
+            slot below 0 or beyond the pool nothing is written, but o is still computed. A slot that
+            a row writes must not be read or written by another row; otherwise its state and the o
+            of these rows are undefined. Default: slots.
+        out: tensor for o, of o's shape and dtype, with a contiguous last dimension and no memory
+            shared with the inputs; contiguous under torch.compile. Default: a new tensor.
 
     Returns:
         o, `[B, T, H, V]` in v's dtype, or out.
 
     Raises:
-        ValueError: shapes, devices or strides do not agree; out shares memory with an input
-            (or is a view of its buffer of other strides).
-        TypeError: dtypes do not; scale is a tensor.
+        ValueError: shapes, devices or strides that do not agree; an out that shares memory with an
+            input (or is a view of its buffer with other strides).
+        TypeError: dtypes that do not agree; a scale that is a tensor.
         NotImplementedError: grad mode is on and an input requires grad; a device or layout without
-            kernels; torch.vmap; DTensors that are sharded by another dimension than the heads.
+            kernels; torch.vmap; DTensors sharded by a dimension other than the heads.
     """
     check_scale("recurrent_gla_step_", scale)
     tensors = (q, k, v, gk, gv, state, slots, write_slots, out)
@@ -164,10 +160,7 @@ def recurrent_gla_step_(
         return sharding.step_on_shards("recurrent_gla_step_", call, tokens, state, rows, out)
     gk = without_last_of_one(gk, k)
     args = (q, k, v, gk, gv, state, slots, scale, state_v_first, write_slots)
-    if out is None:
-        return form_of(_step, _step_in_onnx)(*args)
-    form_of(_step_out, _step_in_onnx)(*args, out=out)
-    return out
+    return on_pool(_step, _step_in_onnx, *args, out=out)
 
 
 def recurrent_gla_verify(
@@ -184,36 +177,35 @@ def recurrent_gla_verify(
     cu_seqlens: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The outputs of T drafted tokens of every row, with every state left as it is.
+    """The outputs of T draft tokens of every row; no state is changed.
 
-    For speculative decoding. `recurrent_gla_verify` gives the o that `recurrent_gla_step_` would
-    give for the same T tokens, for one read of the rows' states and no write: bit for bit on CPU,
-    and to the rounding of fp32 on CUDA, where drafts of 2 to 16 tokens take the chunk form. A
-    token's o does not depend on other rows, the slot, or how many tokens follow (on CUDA among
-    drafts of 2 to 16 tokens). A state is not rounded between the tokens of a call. The model then
-    accepts the first n_b tokens of row b, and one `recurrent_gla_commit_` moves the states on:
+    For speculative decoding. Returns the o that `recurrent_gla_step_` would return for the same T
+    tokens, but reads the rows' states once and writes none. The bits are the same on CPU. On CUDA,
+    where the chunk form processes drafts of 2 to 16 tokens, results are equal up to fp32 rounding.
+    A token's o does not depend on other rows, the slot, or the number of tokens after it (on CUDA
+    within drafts of 2 to 16 tokens). A state is not rounded between the tokens of a call. The model
+    then accepts the first n_b tokens of row b, and one `recurrent_gla_commit_` updates the states:
 
         o = recurrent_gla_verify(q, k, v, gk, state=pool, slots=slots)       # T drafted tokens
         accepted = ...                                                       # [B], 0 .. T
         recurrent_gla_commit_(k, v, gk, state=pool, slots=slots, accepted=accepted)
 
-    Between the two calls k, v and the gates are kept, T (K + V) numbers a head, not K V.
+    Between the two calls only k, v and the gates are kept, T (K + V) numbers per head and not K V.
 
     Args:
-        q, k, v, gk, gv, state, slots, scale, state_v_first: as in `recurrent_gla_step_`; slots may
-            repeat, so that several drafts of a sequence are verified at once, and the matrices of
-            the pool may overlap.
+        q, k, v, gk, gv, state, slots, scale, state_v_first: as in `recurrent_gla_step_`. slots may
+            repeat, to verify several drafts of a sequence at once, and the matrices of the pool may
+            overlap.
         cu_seqlens: offsets of N drafts of any lengths packed in one row, `[N + 1]`, int32 or int64,
             on q's device, with B = 1: first 0, non-decreasing, last at most T. Draft n has
-            `slots[n]`, and slots is `[N]`; tokens after the last offset give zeros. On CUDA a
-            packed draft of one token takes the chunk form too. Default: every row is a draft.
-        out: as in `recurrent_gla_step_`.
+            `slots[n]`, and slots is `[N]`; tokens after the last offset give zeros. On CUDA the
+            chunk form also processes packed drafts of one token. Default: every row is a draft.
 
     Returns:
         o, `[B, T, H, V]` in v's dtype, or out.
 
-    What is raised is as in `recurrent_gla_step_`, and on CPU a ValueError for offsets that do not
-    fit. On CUDA they are not looked at, and wrong ones never lead outside a tensor.
+    Raises the errors of `recurrent_gla_step_`, and on CPU ValueError for invalid offsets. On CUDA
+    offsets are not checked; wrong ones never cause an access outside a tensor.
     """
     check_scale("recurrent_gla_verify", scale)
     tensors = (q, k, v, gk, gv, state, slots, cu_seqlens, out)
@@ -225,10 +217,7 @@ def recurrent_gla_verify(
         return sharding.step_on_shards("recurrent_gla_verify", call, tokens, state, rows, out)
     gk = without_last_of_one(gk, k)
     args = (q, k, v, gk, gv, state, slots, scale, state_v_first, cu_seqlens)
-    if out is None:
-        return form_of(_verify, _verify_in_onnx)(*args)
-    form_of(_verify_out, _verify_in_onnx)(*args, out=out)
-    return out
+    return on_pool(_verify, _verify_in_onnx, *args, out=out)
 
 
 def recurrent_gla_commit_(
@@ -244,21 +233,21 @@ def recurrent_gla_commit_(
     cu_seqlens: Tensor | None = None,
     write_slots: Tensor | None = None,
 ) -> None:
-    """Moves the rows' states past the accepted tokens of a draft, in place.
+    """Updates the rows' states by the accepted tokens of a draft, in place.
 
-    The states are bit for bit those that one `recurrent_gla_step_` of the first `accepted[b]`
-    tokens leaves. See `recurrent_gla_verify`.
+    The states have the same bits as after one `recurrent_gla_step_` of the first `accepted[b]`
+    tokens. See `recurrent_gla_verify`.
 
     Args:
-        k, v, gk, gv, state, slots, state_v_first, cu_seqlens: as they were in
-            `recurrent_gla_verify`; here no slot may stand twice.
-        accepted: number of tokens of each row, `[B]` (`[N]` with cu_seqlens), int32 or int64, on
-            k's device; below 0 it counts as 0, which leaves the state as it is, and above the
-            row's tokens as all of them.
+        k, v, gk, gv, state, slots, state_v_first, cu_seqlens: the arguments of
+            `recurrent_gla_verify`, except that no slot may be given twice.
+        accepted: number of accepted tokens of each row, `[B]` (`[N]` with cu_seqlens), int32 or
+            int64, on k's device. A number below 0 counts as 0, which leaves the state unchanged; a
+            number above the row's tokens counts as all of them.
         write_slots: as in `recurrent_gla_step_`; a row without accepted tokens copies its state.
             Default: slots.
 
-    What is raised is as in `recurrent_gla_verify`.
+    Raises the errors of `recurrent_gla_verify`.
     """
     tensors = (k, v, gk, gv, state, slots, accepted, cu_seqlens, write_slots)
     if (sharding := on_shards("recurrent_gla_commit_", _COMMIT_TENSORS, tensors)) is not None:
@@ -272,7 +261,7 @@ def recurrent_gla_commit_(
 
 
 def _state_layout(kwargs: dict[str, bool], state_v_first: bool) -> bool:
-    """state_v_first by its old name; every other keyword is an error."""
+    """state_v_first given by its old name; every other keyword is an error."""
     unknown = sorted(kwargs.keys() - {"transpose_state_layout"})
     if unknown:
         raise TypeError(
@@ -325,7 +314,7 @@ def _plain_verify(
 
 
 def _with_a_batch(*args: Any) -> Sequence[bool]:
-    """o and final_state."""
+    """For o and final_state."""
     return () if args[6] is not None else (True, args[8])
 
 
@@ -345,19 +334,19 @@ _fwd = declare(
 declare(
     "recurrent_gla_bwd", flops=product(2, 4, times=5, dim=-1), vmap=slice_by_slice, instead=_INSTEAD
 )
-_step = declare("recurrent_gla_step_", flops=_forward_flops, instead="gla_ext.recurrent_gla_step_")
-_step_out = torch.ops.gla_ext.recurrent_gla_step_.out
+declare("recurrent_gla_step_", flops=_forward_flops, instead="gla_ext.recurrent_gla_step_")
+_step = torch.ops.gla_ext.recurrent_gla_step_
 _step_in_onnx = not_in_onnx(
     "recurrent_gla_step_", "fused_recurrent_gla, or a GLACache in place of a StaticGLACache"
 )
-_verify = declare(
+declare(
     "recurrent_gla_verify",
     plain=_plain_verify,
     flops=_forward_flops,
     vmap=slice_by_slice,
     instead="gla_ext.recurrent_gla_verify",
 )
-_verify_out = torch.ops.gla_ext.recurrent_gla_verify.out
+_verify = torch.ops.gla_ext.recurrent_gla_verify
 _verify_in_onnx = not_in_onnx("recurrent_gla_verify", "fused_recurrent_gla")
 _commit = declare(
     "recurrent_gla_commit_", flops=_commit_flops, instead="gla_ext.recurrent_gla_commit_"

@@ -1,4 +1,4 @@
-"""Root mean square norms: with an output gate, of a residual stream, before a linear map."""
+"""Root mean square norms: with an output gate, with a residual, and before a linear map."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def rms_norm(
 ) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight * activation(gate)` over the last dimension.
 
-    Computed in fp32 (fp64 for fp64 inputs) and rounded once, in one kernel forward and, but for
-    the last sum of the weight's gradient, one backward. Zhang and Sennrich, 2019
-    (arXiv:1910.07467).
+    Computed in fp32 (fp64 for fp64 inputs) and rounded once. Forward is one kernel; backward is one
+    kernel and a last sum for the weight's gradient. Zhang and Sennrich, 2019 (arXiv:1910.07467).
 
     Args:
         x: `[..., V]`; bfloat16, float16, float32 or float64; any strides.
-        weight: `[V]`, of any of these dtypes. Default: None (1).
+        weight: `[V]`, bfloat16, float16, float32 or float64. Default: None (1).
         eps: added to the mean square. Default: 1e-5.
         gate: `[..., V]`, of any of these dtypes and any strides. Default: None (no gate).
-        activation: of the gate, one of `gla_ext.layers.activations.ACTIVATIONS`. Default: 'swish'.
+        activation: activation of the gate, one of `gla_ext.layers.activations.ACTIVATIONS`.
+            Default: 'swish'.
 
     Returns:
         `[..., V]` in x's dtype, contiguous.
@@ -55,15 +55,15 @@ def rms_norm(
         ValueError: for shapes or devices that do not fit, or another activation.
         NotImplementedError: in double backward, forward-mode AD and torch.func transforms but vmap.
 
-    Under `torch.compile(fullgraph=True)` torch raises an error of its own that quotes these.
+    Under `torch.compile(fullgraph=True)` torch raises its own error, which quotes these.
     """
     check_tensors("rms_norm", "x weight gate", x, weight, gate)
-    # Dtypes that are not promoted the checks refuse.
+    # Other dtypes are not promoted here; the checks reject them.
     if gate is not None and gate.dtype != x.dtype and {gate.dtype, x.dtype} <= FLOATING:
         wide = torch.promote_types(x.dtype, gate.dtype)
         return rms_norm(x.to(wide), weight, eps, gate.to(wide), activation).to(x.dtype)
-    # A norm alone lies beside sums and products that inductor fuses it with. One with a gate stands
-    # between the recurrence and a projection, and the operator's backward reads everything once.
+    # inductor fuses a norm without a gate with neighbouring sums and products. A norm with a gate
+    # is between the recurrence and a projection, and the operator's backward reads everything once.
     compiled = _checked if gate is None else None
     form = form_on(_fwd, _checked, x, compiled=compiled, has_rules=True)
     return form(x, weight, gate, activation, eps)[0]
@@ -72,30 +72,29 @@ def rms_norm(
 def rms_norm_residual(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """A residual stream, to which x is added, and its `rms_norm`: `stream = residual + x`.
+    """Adds x to a residual and applies `rms_norm` to the sum: `stream = residual + x`.
 
-    One kernel forward, which reads and writes the stream once, and, but for the last sum of the
-    weight's gradient, one backward, which adds the gradient of the stream inside. Autograd keeps
-    the stream and one number a row.
+    Forward is one kernel, which reads and writes the sum once. Backward is one kernel, which also
+    adds the gradient of the sum, and a last sum for the weight's gradient. Autograd saves the sum
+    and one number per row.
 
     Args:
         x: `[..., V]`; bfloat16, float16, float32 or float64; any strides.
-        residual: `[..., V]`, of x's dtype or a wider one, as a stream in float32 is beside the
-            bfloat16 of autocast; of a shorter one it is cast to x's.
-        weight: `[V]`, of any of these dtypes. Default: None (1).
-        eps: added to the mean square. Default: 1e-5.
+        residual: `[..., V]`, of x's dtype or a wider one, such as float32 with the bfloat16 of
+            autocast. A narrower one is cast to x's dtype.
+        weight, eps: as in `rms_norm`.
 
     Returns:
-        The norm of the stream in x's dtype, and the stream, as `residual + x` rounds it.
+            The norm of the sum in x's dtype, and the sum, rounded as `residual + x` rounds it.
 
-    What is raised is as in `rms_norm`.
+        Raises the errors of `rms_norm`.
     """
     check_tensors("rms_norm_residual", "x residual weight", x, residual, weight)
     wide = x.dtype
     if residual.dtype != x.dtype and {residual.dtype, x.dtype} <= FLOATING:
         wide = torch.promote_types(x.dtype, residual.dtype)
         residual = residual.to(wide)
-    form = _apart  # of no kernel
+    form = _apart  # for dtypes without a kernel
     if wide in (x.dtype, torch.float32):
         form = form_on(_residual_fwd, _apart, x, residual, compiled=_apart, has_rules=True)
     y, stream, *_ = form(x, residual, weight, eps)
@@ -103,7 +102,7 @@ def rms_norm_residual(
 
 
 def _apart(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum, and its norm."""
+    """The sum and its norm, by separate operators."""
     stream = residual + x
     return rms_norm(stream, weight, eps).to(x.dtype), stream
 
@@ -111,13 +110,9 @@ def _apart(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tu
 def _checked(
     x: Tensor, weight: Tensor | None, gate: Tensor | None, activation: str, eps: float
 ) -> tuple[Tensor]:
-    """The norm in plain torch operations, where these serve better, or alone."""
-    _check(x, weight, gate, activation)
-    return (plain_rms_norm(x, weight, eps, gate, activation),)
-
-
-def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None, activation: str) -> None:
-    """Raises what the operator raises; see csrc/rms_norm/op.cpp."""
+    """The norm in plain torch operations, where these are faster or the only option. Raises the
+    same errors as the operator, see csrc/rms_norm/op.cpp.
+    """
     op = "rms_norm_gate"
     if gate is not None:
         check_device(op, "gate", gate, "x", x)
@@ -140,6 +135,7 @@ def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None, activation: st
         raise ValueError(
             f"{op}: expected activation to be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
         )
+    return (plain_rms_norm(x, weight, eps, gate, activation),)
 
 
 def plain_rms_norm(
@@ -149,9 +145,9 @@ def plain_rms_norm(
     gate: Tensor | None = None,
     activation: str = "swish",
 ) -> Tensor:
-    """`rms_norm` as plain torch operations, with arguments and result of that."""
+    """`rms_norm` in plain torch operations, with the same arguments and result."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    # No product that autocast would run in a shorter dtype.
+    # No matrix product, which autocast would run in a narrower dtype.
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight
@@ -207,7 +203,7 @@ declare(
 norm_gate_linear = declare(
     "norm_gate_linear",
     plain=partial(_norm_linear, _checked),
-    flops=product(0, 2),  # seen in inference mode alone, as swiglu_linear's
+    flops=product(0, 2),  # only counted in inference mode, as in swiglu_linear
     vmap=slice_by_slice,
     made_of=partial(_norm_linear, _fwd),
 )

@@ -1,4 +1,4 @@
-"""The short convolution, over sequences and on a server's pool of caches."""
+"""The short convolution: for sequences, and for caches in a server's pool."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gla_ext.ops._checks import check_plain_tensors, check_tensors
-from gla_ext.ops._door import form_of, not_in_onnx
+from gla_ext.ops._door import form_of, not_in_onnx, on_pool
 from gla_ext.ops._flops import product
 from gla_ext.ops._operator import declare
 from gla_ext.ops._sharding import SUM, Given, Rule, Shards
@@ -46,47 +46,31 @@ def short_convolution_(
     cu_seqlens: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Convolves the tokens of N sequences, and moves their caches on in a pool, in place.
+    """Convolves the tokens of N sequences and updates their caches in a pool, in place.
 
-    `gla_ext.layers.short_convolution.ShortConvolution` for sequences whose last inputs lie in a
-    pool, under the slots of their states. There is no gradient. Works in CUDA graphs and under
-    `torch.compile(fullgraph=True)`, which copies no pool. On CUDA rows of up to 16 tokens and
-    widths W up to 4 are one launch; others, and packed sequences, take three.
+    This is `gla_ext.layers.short_convolution.ShortConvolution` for sequences whose last inputs are
+    in a pool, with the same slots as their states. There is no gradient. Works in CUDA graphs and
+    under `torch.compile(fullgraph=True)`, which does not copy the pool. On CUDA, rows of up to 16
+    tokens with widths W up to 4 need one launch; longer rows, larger widths and packed sequences
+    need three.
 
     Args:
         x: `[B, T, D]`; bfloat16, float16, float32, or float64 (CPU).
-        weight: `[D, 1, W]`, of any of these dtypes.
+        weight: `[D, 1, W]`, bfloat16, float16, float32, or float64 (CPU).
         bias: `[D]`. Default: none.
-        state: the pool, `[P, D, W]`, x's dtype: the last W inputs of a sequence, 0 where there were
-            fewer. Its last two dimensions are contiguous; P may have any stride with which no two
-            rows overlap.
-        slots: the row of the pool of each sequence, `[N]`, int32 or int64, on x's device; as in
-            `recurrent_gla_step_`. N is B, or `len(cu_seqlens) - 1`. Default: P = N, and sequence n
-            has slot n.
-        write_slots: the row in which each sequence leaves its cache, `[N]`; as there. Default:
-            slots.
-        has_initial_state: bool `[N]`, on x's device: False starts from zero, whatever the row
-            holds. Default: all go on.
-        cu_seqlens: offsets of packed sequences, `[N + 1]`, int32 or int64, on x's device, with
-            B = 1. Tokens after the last offset give zeros. Default: every row is a sequence.
-        out: where y goes, as in `chunk_gla_`. Default: a new tensor.
+        state: the pool, `[P, D, W]`, x's dtype: the last W inputs of a sequence, filled with 0
+            where there were fewer. Its last two dimensions are contiguous; P may have any stride
+            with which no two rows overlap.
+        slots, write_slots, has_initial_state, cu_seqlens, out: as in `chunk_gla_`, on x's device.
 
     Returns:
         y, `[B, T, D]` in x's dtype: `silu(bias + sum_s weight[:, 0, W - 1 - s] * x_{t-s})`, or out.
 
-    Raises:
-        ValueError: shapes, devices or strides do not agree, and on CPU offsets that do not fit; out
-            shares memory with an input (or is a view of its buffer of other strides).
-        TypeError: dtypes do not.
-        NotImplementedError: grad mode is on and an input requires grad; a device or layout without
-            kernels; torch.vmap; DTensor.
+    Raises the errors of `chunk_gla_`.
     """
     tensors = (x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens)
     check_plain_tensors("short_convolution_", _POOL_TENSORS, *tensors, out)
-    if out is None:
-        return form_of(_on_pool, _in_onnx)(*tensors)
-    form_of(_on_pool_out, _in_onnx)(*tensors, out=out)
-    return out
+    return on_pool(_on_pool, _in_onnx, *tensors, out=out)
 
 
 def _plain(
@@ -116,7 +100,7 @@ def _plain(
 def _packed_rows(
     x: Tensor, cache: Tensor | None, offsets: Tensor, W: int
 ) -> tuple[list[Tensor], Tensor]:
-    """What each tap sees, W tensors `[1, T, D]`, and the last W inputs of each sequence."""
+    """The inputs of each tap, W tensors `[1, T, D]`, and the last W inputs of each sequence."""
     T, N = x.shape[1], offsets.shape[0] - 1
     caches = None if cache is None else cache.transpose(-1, -2).flatten(0, 1)  # [N * W, D]
 
@@ -139,7 +123,7 @@ def _packed_rows(
 
 
 def _with_a_batch(*args: Any) -> Sequence[bool]:
-    """y and state."""
+    """For y and state."""
     return () if args[4] is not None else (True, args[5])
 
 
@@ -148,7 +132,7 @@ _CHANNELS |= {"dweight": 0, "dbias": 0, "dcache": 1, "state": 1, "dstate": 1}
 
 
 def _batch_or_channels(batch: str, summed: str = "") -> Rule:
-    """The batch, where sequences are not packed, or channels."""
+    """Rule for sharding by batch, if sequences are not packed, or by channels."""
 
     def rule(given: Given) -> Iterator[Shards]:
         if given["cu_seqlens"] is None:
@@ -168,11 +152,11 @@ _fwd = declare(
 )
 declare(
     "short_convolution_bwd",
-    # The gradients of input and weight, and the sums before SiLU again.
+    # The gradients of input and weight; the sums before SiLU are also computed again.
     flops=product(2, 3, times=3, dim=-1),
     vmap=slice_by_slice,
     shards=_batch_or_channels("dy dstate x cache dx dcache", "dweight dbias"),
 )
-_on_pool = declare("short_convolution_", flops=_forward_flops)
-_on_pool_out = torch.ops.gla_ext.short_convolution_.out
+declare("short_convolution_", flops=_forward_flops)
+_on_pool = torch.ops.gla_ext.short_convolution_
 _in_onnx = not_in_onnx("short_convolution_", "a ShortConvolution", of="caches")

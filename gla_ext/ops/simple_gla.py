@@ -1,7 +1,7 @@
-"""Linear attention with one decay a head: `chunk_gla` and the recurrence with g `[B, T, HK]`.
+"""Linear attention with one decay per head: `chunk_gla` and the recurrence with g `[B, T, HK]`.
 
-The decay is data dependent (simple GLA, gated RetNet, Mamba-2), a constant of the head (RetNet,
-Lightning attention), or absent (plain linear attention). Signatures are those of
+The decay depends on the data (simple GLA, gated RetNet, Mamba-2), is constant for each head
+(RetNet, Lightning attention), or is absent (plain linear attention). Signatures are those of
 flash-linear-attention 0.6.0.
 """
 
@@ -33,33 +33,28 @@ def chunk_simple_gla(
     *,
     cp_context: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
-    r"""Linear attention with one decay a head, in the chunkwise form.
+    r"""Linear attention with one decay per head, in the chunkwise form.
 
     Computes, for every sequence and head,
 
         S_t = exp(g_t) S_{t-1} + k_t v_t^T,    o_t = scale * S_t^T q_t
 
-    It is `chunk_gla` whose g is the same for all key channels, and is differentiable in the same
+    This is `chunk_gla` with the same g for all key channels. It is differentiable in the same
     tensors.
 
     Args:
         q, k, v: `[B, T, H, K]`, `[B, T, HK, K]`, `[B, T, HK, V]`, as in `chunk_gla`.
         g: natural logarithm of the decay of each head, `[B, T, HK]`, as in `chunk_gla`. Default: no
             decay.
-        g_gamma: the same, constant over tokens, `[HK]`. Only one of g and g_gamma may be given.
-            Default: None.
-        scale: factor of the scores, a number. Default: `K ** -0.5`.
-        initial_state: `[N, H, K, V]`, or `[N, H, V, K]` if `state_v_first`. Default: zero.
-        output_final_state: whether to return the state after the last token. Default: False.
-        state_v_first: layout of both states. Default: False.
-        cu_seqlens, cu_seqlens_cpu: offsets of packed sequences, `[N + 1]`, as in `chunk_gla`.
-            Default: None.
-        cp_context: of one rank's tokens of a longer text, as in `chunk_gla`. Default: None.
+        g_gamma: natural logarithm of a decay that is constant over tokens, `[HK]`. Only one of g
+            and g_gamma may be given. Default: None.
+        scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu,
+            cp_context: as in `chunk_gla`.
 
     Returns:
-        As `chunk_gla`.
+        The same as `chunk_gla`.
 
-    What is raised is as in `chunk_gla`; ValueError for both g and g_gamma.
+    Raises the errors of `chunk_gla`, and ValueError if both g and g_gamma are given.
     """
     gate = _gate_of_heads("chunk_simple_gla", q, k, g, g_gamma)
     args = (q, k, v, gate, scale, initial_state, output_final_state, state_v_first)
@@ -88,10 +83,10 @@ def fused_recurrent_simple_gla(
     Args:
         q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens: as
             in `chunk_simple_gla`.
-        reverse: the last token of a sequence comes first. Default: False.
+        reverse: process the tokens from last to first. Default: False.
         **kwargs: `transpose_state_layout`, the old name of state_v_first; it warns.
 
-    Results and errors are those of `chunk_simple_gla`; TypeError for unknown keywords too.
+    Results and errors are those of `chunk_simple_gla`; unknown keywords raise TypeError.
     """
     gate = _gate_of_heads("fused_recurrent_simple_gla", q, k, g, g_gamma)
     args = (q, k, v, gate, None, scale, initial_state, output_final_state)
@@ -109,7 +104,7 @@ def chunk_retention(
 ) -> tuple[Tensor, Tensor | None]:
     """Retention (Sun et al., arXiv 2307.08621): `chunk_simple_gla` with RetNet's constant decays.
 
-    Head h decays by `1 - 2 ** (-5 - h)` a token.
+    Head h decays by `1 - 2 ** (-5 - h)` per token.
 
     Args:
         q, k, v, scale, initial_state, output_final_state, cu_seqlens: as in `chunk_simple_gla`,
@@ -163,12 +158,12 @@ def chunk_lightning_attn(
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention (Qin et al., arXiv 2401.04658): `chunk_simple_gla` with its decays.
 
-    Head h decays by `exp(-8 h / H * (1 - layer_idx / num_layers))` a token.
+    Head h decays by `exp(-8 h / H * (1 - layer_idx / num_layers))` per token.
 
     Args:
         q, k, v, scale, initial_state, output_final_state, cu_seqlens: as in `chunk_simple_gla`,
             with HK = H.
-        layer_idx: number of the layer, from 0.
+        layer_idx: index of the layer, from 0.
         num_layers: number of layers of the model.
 
     Results and errors are those of `chunk_simple_gla`.
@@ -207,21 +202,20 @@ def fused_recurrent_lightning_attn(
 
 
 def retention_decay(H: int, like: Tensor) -> Tensor:
-    """RetNet's `g_gamma`, `log(1 - 2 ** (-5 - h))` of head h.
+    """RetNet's `g_gamma`: `log(1 - 2 ** (-5 - h))` for head h.
 
     Args:
         H: number of heads.
-        like: a tensor of the device; of float64, the result is float64, else float32.
+        like: a tensor that gives the device. If it is float64, so is the result, otherwise float32.
 
     Returns:
         `[H]`.
     """
-    heads = torch.arange(H, device=like.device, dtype=_gate_dtype(like))
-    return torch.log1p(-torch.exp2(-5.0 - heads))
+    return torch.log1p(-torch.exp2(-5.0 - _numbers_of_heads(H, like)))
 
 
 def lightning_decay(H: int, layer_idx: int, num_layers: int, like: Tensor) -> Tensor:
-    """Lightning attention's `g_gamma`, `-8 h / H * (1 - layer_idx / num_layers)` of head h.
+    """Lightning attention's `g_gamma`: `-8 h / H * (1 - layer_idx / num_layers)` for head h.
 
     Args:
         H, like: as in `retention_decay`.
@@ -230,16 +224,18 @@ def lightning_decay(H: int, layer_idx: int, num_layers: int, like: Tensor) -> Te
     Returns:
         `[H]`.
     """
-    heads = torch.arange(H, device=like.device, dtype=_gate_dtype(like))
-    return -(8 / max(H, 1) * (1 - layer_idx / num_layers)) * heads
+    return -(8 / max(H, 1) * (1 - layer_idx / num_layers)) * _numbers_of_heads(H, like)
 
 
-def _gate_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+def _numbers_of_heads(H: int, like: Tensor) -> Tensor:
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.arange(H, device=like.device, dtype=dtype)
 
 
 def _heads(op: str, q: Tensor, k: Tensor) -> int:
-    """Of q, where k and v have as many; 0 where q has another rank, which the operator refuses."""
+    """The number of q's heads, which k must have too; 0 if q does not have 4 dimensions, which the
+    operator rejects later.
+    """
     check_tensors(op, "q k", q, k)
     if q.ndim == 4 and k.ndim == 4 and k.shape[2] != q.shape[2]:
         raise ValueError(
@@ -252,7 +248,7 @@ def _heads(op: str, q: Tensor, k: Tensor) -> int:
 def _gate_of_heads(
     op: str, q: Tensor, k: Tensor, g: Tensor | None, g_gamma: Tensor | None
 ) -> Tensor | None:
-    """The gate that the operators take, `[B, T, HK]`, from either of g and g_gamma."""
+    """The gate in the shape that the operators take, `[B, T, HK]`, from g or g_gamma."""
     check_tensors(op, "q k g g_gamma", q, k, g, g_gamma)
     if g is not None:
         if g_gamma is not None:
@@ -273,5 +269,5 @@ def _gate_of_heads(
     if q.dtype == torch.float64:
         g_gamma = g_gamma.double()
     if type(g_gamma) is not type(k) and (sharding := on_shards(op, "k", (k,))) is not None:
-        g_gamma = sharding.replicated(g_gamma, k.device_mesh)  # every rank has it
+        g_gamma = sharding.replicated(g_gamma, k.device_mesh)  # every rank has all of it
     return g_gamma.expand(*k.shape[:2], -1)

@@ -1,4 +1,4 @@
-"""The five steps of forward and the seven of backward, which `chunk_gla` is the sum of."""
+"""The five steps of forward and the seven of backward, of which `chunk_gla` consists."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""SwiGLU, alone and with the linear map that follows it."""
+"""SwiGLU, alone and with the linear map after it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from gla_ext.ops._vmap import slice_by_slice
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, element by element (Shazeer, 2020, arXiv:2002.05202).
 
-    Computed in fp32 (fp64 for fp64 inputs) and rounded once, in one kernel forward and one
-    backward; autograd keeps gate and up alone. Subclasses of tensors but DTensor take torch's
-    operations, which round twice and keep the activated gate too.
+    Computed in fp32 (fp64 for fp64 inputs) and rounded once, by one kernel forward and one
+    backward. Autograd saves only gate and up. Tensor subclasses other than DTensor use torch's
+    operations, which round twice and save the activated gate too.
 
     Args:
-        gate: `[..., D]`; bfloat16, float16, float32 or float64. Rows of a wider tensor, as halves
-            of one product are, are read where they lie.
-        up: `[..., D]`, likewise.
+        gate: `[..., D]`; bfloat16, float16, float32 or float64. Rows of a wider tensor, such as one
+            half of a product's output, are read in place.
+        up: `[..., D]`, the same dtypes and strides.
 
     Returns:
-        `[..., D]`, contiguous, in the dtype of both, or the one that torch promotes them to.
+        `[..., D]`, contiguous, in the dtype of gate and up, promoted as by torch if they differ.
 
     Raises:
         TypeError: for other dtypes.
@@ -49,32 +49,33 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear(swiglu(gate, up), weight, bias)`, for which autograd keeps gate, up and weight alone.
+    """`linear(swiglu(gate, up), weight, bias)`, for which autograd saves only gate, up and weight.
 
-    What the weight's gradient needs of the product is made again in backward, in the kernel of the
-    gradients of gate and up. Under autocast all are cast to its dtype.
+    The weight's gradient needs the output of SwiGLU. Backward computes it again, in the kernel for
+    the gradients of gate and up. Under autocast all inputs are cast to autocast's dtype.
 
     Args:
-        gate: `[..., D]`; bfloat16, float16, float32 or float64, strides as `swiglu`'s.
-        up: `[..., D]`, likewise.
+        gate: `[..., D]`; bfloat16, float16, float32 or float64, with strides as in `swiglu`.
+        up: `[..., D]`, the same.
         weight: `[N, D]`, of the dtype of gate and up.
-        bias: `[N]`, of that dtype. Default: None (0).
+        bias: `[N]`, of the same dtype. Default: None (0).
 
     Returns:
         `[..., N]` in that dtype.
 
-    What is raised is as in `swiglu`.
+    Raises the errors of `swiglu`.
     """
     check_tensors("swiglu_linear", "gate up weight bias", gate, up, weight, bias)
     gate, up = _promoted(gate, up)
     tensors = [gate, up, weight] if bias is None else [gate, up, weight, bias]
-    # Compiled too: of the plain formula torch's partitioner keeps the product, which a product with
-    # the weight's gradient reads, beside gate and up.
+    # The operator is used when compiled too. With the plain formula, torch's partitioner would save
+    # the output of SwiGLU besides gate and up, as the matrix product for the weight's gradient
+    # reads it.
     return form_on(_linear, _checked_linear, *tensors)(gate, up, weight, bias)
 
 
 def _promoted(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    # Dtypes that are not promoted the checks refuse.
+    # Other dtypes are not promoted here; the checks reject them.
     if gate.dtype == up.dtype or not {gate.dtype, up.dtype} <= FLOATING:
         return gate, up
     wide = torch.promote_types(gate.dtype, up.dtype)
@@ -82,8 +83,8 @@ def _promoted(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`swiglu` as plain torch operations, rounded once, but for subclasses of tensors twice: of
-    operations in fp32 autograd would keep three tensors of twice the size.
+    """`swiglu` in plain torch operations, rounded once. Tensor subclasses are rounded twice,
+    because for operations in fp32 autograd would save three tensors of twice the size.
     """
     form = form_on(_rounded_once, _rounded_once, gate, up, of_subclasses=_rounded_twice)
     return form(gate, up)
@@ -107,13 +108,8 @@ def _checked(gate: Tensor, up: Tensor) -> Tensor:
     return plain_swiglu(gate, up)
 
 
-def _checked_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    _check_linear(gate, up, weight, bias)
-    return _plain_linear(gate, up, weight, bias)
-
-
 def _check(op: str, gate: Tensor, up: Tensor) -> None:
-    """Raises what the operators raise; see csrc/swiglu/op.cpp."""
+    """Raises the same errors as the operators; see csrc/swiglu/op.cpp."""
     check_device(op, "up", up, "gate", gate)
     check_floating(op, "gate", gate)
     check_dtype_like(op, "up", up, "gate", gate)
@@ -121,12 +117,12 @@ def _check(op: str, gate: Tensor, up: Tensor) -> None:
     check_shape(op, "up", up, "[..., D]", gate.shape)
 
 
-def _check_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _checked_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     op = "swiglu_linear"
     parameters = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     _check(op, gate, up)
     kind = gate.device.type
-    casts = kind != "meta" and torch.is_autocast_enabled(kind)  # which knows no meta device
+    casts = kind != "meta" and torch.is_autocast_enabled(kind)  # autocast has no meta device
     for name, t in parameters.items():
         check_device(op, name, t, "gate", gate)
         if not casts:
@@ -135,6 +131,7 @@ def _check_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None)
     check_shape(op, "weight", weight, "[N, D]", [weight.shape[0], gate.shape[-1]])
     if bias is not None:
         check_shape(op, "bias", bias, "[N]", weight.shape[:1])
+    return _plain_linear(gate, up, weight, bias)
 
 
 _fwd = declare("swiglu_fwd", plain=plain_swiglu, vmap=slice_by_slice, shards=each("gate up result"))
@@ -142,7 +139,7 @@ declare("swiglu_bwd", vmap=slice_by_slice, shards=each("dy gate up dgate dup y")
 _linear = declare(
     "swiglu_linear",
     plain=_plain_linear,
-    flops=product(0, 2),  # seen in inference mode alone; else the product is torch's own
+    flops=product(0, 2),  # only counted in inference mode; otherwise the product is torch's own
     vmap=slice_by_slice,
     made_of=lambda gate, up, weight, bias: F.linear(_fwd(gate, up), weight, bias),
 )

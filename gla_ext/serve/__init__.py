@@ -1,6 +1,6 @@
-"""Serving a language model: an engine of continuous batching, and an HTTP server over it.
+"""Serving a language model: an engine with continuous batching, and an HTTP server for it.
 
-`python -m gla_ext.serve MODEL` serves a folder; it needs the extra `serve`, the engine does not.
+`python -m gla_ext.serve MODEL` serves a folder. It needs the extra `serve`; the engine does not.
 """
 
 from gla_ext.decode import ChangedError

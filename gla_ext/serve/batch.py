@@ -1,4 +1,4 @@
-"""The rows that an engine decodes: buffers that never move, and graphs of steps on them."""
+"""The rows that an engine decodes: buffers that never move, and graphs of token steps on them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gla_ext.serve.rows import RowCache, StateRows
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """How the next token of a row is drawn: options as in `choice.choose`."""
+    """How to draw the next token of a row: the options of `choice.choose`."""
 
     uniform: float = 0.0
     temperature: float = 0.0
@@ -33,30 +33,28 @@ class Draw:
 
 
 class Batch:
-    """Rows of sequences of one model, and of checkpoints.
+    """Rows for the sequences of one model, and for checkpoints of their states.
 
-    On a GPU a step is a CUDA graph, one for each power of two of rows up to all, so that few
-    sequences cost little. So are pieces of prompts: see `PromptGraphs`. The first step of a size
-    runs without one; it is captured before the second, or by `warm_up`.
+    On a GPU a token step is a CUDA graph, one for each power of two of rows up to all, so that few
+    sequences cost little. Pieces of prompts have graphs too: see `PromptGraphs`. The first step of
+    a size runs without a graph. The graph is captured before the second, or by `warm_up`.
 
     Args:
         model: a `GLAForCausalLM` without attention layers, in eval mode.
         rows: number of sequences at once.
-        cuda_graph: whether steps are graphs.
-        fixed: steps are always of all rows, so that a row's products have one shape, and pieces of
-            prompts have no graphs, which are of other sizes than these.
-        state_dtype: what recurrent states are stored in. Default: None (as they come).
+        fixed: steps always have all rows, so that products always have the same shape. Pieces of
+            prompts then have no graphs, whose sizes would vary.
+        state_dtype: dtype in which recurrent states are stored. Default: None (their own).
         checkpoint_bytes: memory of the checkpoints. Default: 0.
-        every: tokens between the checkpoints that prompts may leave on their way, a multiple of 64.
-            Default: 64.
+        every: tokens between checkpoints in the middle of prompts, a multiple of 64. Default: 64.
 
     Attributes:
-        cache: the layers' memory.
+        cache: the memory of the layers.
         row_nbytes: memory of a row.
-        checkpoints: the rows that no sequence has.
-        every: 0 where prompts leave none on their way: there are no rows for them, or a piece's
-            products must have one shape, or layers do not pass it by `chunk_gla_`.
-        tokens: int64 `[rows]`, the last token of each; there may be more rows than were asked for.
+        checkpoints: the rows that hold checkpoints and no sequences.
+        every: as above, but 0 if there can be no checkpoints in the middle of prompts: there are no
+            rows for them, `fixed` is set, or a layer cannot process prompts by `chunk_gla_`.
+        tokens: int64 `[rows]`, the last token of each row; there may be more rows than requested.
     """
 
     def __init__(
@@ -70,14 +68,14 @@ class Batch:
         every: int = CHUNK,
     ) -> None:
         self._model = model
-        # A sum along one row alone would be cut otherwise, and in no certain order.
+        # With one row, sums would be split differently, and in no fixed order.
         self._rows = max(rows, 2)
         self._place = device, _, vocab_size = place_of(model)
         self._has_graphs = cuda_graph
         self._graphs = _capture.GraphsOnDemand(self._capture)  # by the number of rows
         self._keys = GraphKeys()
         graphs_of_prompts = cuda_graph and not fixed
-        taken = self._rows + graphs_of_prompts  # with a spare one
+        taken = self._rows + graphs_of_prompts  # one spare row for prompts' graphs
         with torch.inference_mode(False), torch.no_grad():
             self.tokens = torch.zeros(self._rows, dtype=torch.long, device=device)
             self._logits = torch.zeros(taken, vocab_size, device=device)
@@ -89,7 +87,7 @@ class Batch:
             self.every = every if len(self.checkpoints) > 0 and not fixed and in_chunks else 0
             self.cache: RowCache = StateRows(states, taken, self.every)
             self._active: list[int] = []
-            # The numbers of rows of which there are steps, and what each finds.
+            # The row counts that steps may have, and a cache for each.
             powers = [] if fixed else [1 << n for n in range((self._rows - 1).bit_length())]
             self._caches = {count: self.cache.first(count) for count in (*powers, self._rows)}
             self._prompts: PromptGraphs | None = None
@@ -100,7 +98,7 @@ class Batch:
     def _make_states(
         self, taken: int, state_dtype: torch.dtype | None, checkpoint_bytes: int
     ) -> StaticGLACache:
-        """Buffers of so many rows and of checkpoints."""
+        """Buffers of `taken` rows, and of rows for checkpoints."""
         one = StaticGLACache(1)
         one.state_dtype = state_dtype
         with one.prefill():
@@ -108,24 +106,25 @@ class Batch:
         self.row_nbytes = sum(x.nbytes for x in one.tensors())
         states = StaticGLACache(taken + checkpoint_bytes // max(self.row_nbytes, 1))
         states.state_dtype, states.zeroed = state_dtype, taken
-        with states.prefill(self.tokens[:1]):  # of row 0, whatever it has
+        with states.prefill(self.tokens[:1]):  # for row 0, whatever its states
             for layer_idx, entry in enumerate(one):
                 states.update(layer_idx=layer_idx, **entry)
         return states
 
     def warm_up(self) -> None:
-        """Captures the graphs that are not there, if there shall be any."""
+        """Captures the missing graphs, if graphs are used."""
         if self._has_graphs:
             self._graphs.warm_up(self._caches)
         if self._prompts is not None:
             self._prompts.warm_up()
 
     def refresh(self) -> None:
-        """Gives up the graphs if the model, as it is now, would give others.
+        """Drops the graphs if the model in its present state would give others.
 
         Raises:
-            ValueError: for a model on another device, of another dtype or vocabulary, with more or
-                fewer layers, or whose prompts would no longer leave checkpoints on their way.
+            ValueError: for a model on another device, of another dtype or vocabulary, with another
+                number of layers, or whose prompts could no longer leave checkpoints in their
+                middle.
         """
         if not self._keys.fit(self._model):
             _capture.wait_for_replays(self.tokens.device)
@@ -140,7 +139,7 @@ class Batch:
             raise ValueError(f"Engine: expected {wanted}, as before, got others; make a new Engine")
 
     def _capture(self, count: int) -> _capture.Graph | None:
-        """The graph of a step of so many rows, all of which wait meanwhile."""
+        """The graph of a step of `count` rows. All rows wait during the capture."""
         self.cache.activate([])
         self._active = []
         return self._record(partial(self._advance, self._caches[count], count))
@@ -159,7 +158,7 @@ class Batch:
 
     @torch.no_grad()
     def step(self, rows: Sequence[int]) -> None:
-        """Passes the last token of the rows, and leaves their logits for `draw`."""
+        """Processes the last token of the rows, and stores their logits for `draw`."""
         wanted = sorted(rows)
         count = self._size(wanted)
         graph = self._graphs.find(count) if self._has_graphs else None
@@ -172,13 +171,15 @@ class Batch:
             graph.replay()
 
     def _size(self, rows: Sequence[int]) -> int:
-        """The fewest rows of a step that has these; sizes are in order."""
+        """The smallest step size that includes these rows; sizes are in ascending order."""
         highest = max(rows)
         return next(size for size in self._caches if size > highest)
 
     @torch.no_grad()
     def prefill(self, pieces: Sequence[Piece]) -> None:
-        """Passes pieces of prompts, packed, and leaves the logits of the last tokens for `draw`."""
+        """Processes packed pieces of prompts, and stores the logits of their last tokens for
+        `draw`.
+        """
         if self._prompts is not None and self._prompts.replay(pieces):
             return
         size = Size.of(pieces)
@@ -187,7 +188,7 @@ class Batch:
         self._read(packed, alone=size.pieces == 1)
 
     def _read(self, packed: Packed, alone: bool = False) -> None:
-        """Passes the pieces, packed by offsets or one alone."""
+        """Processes the pieces, packed with offsets or a single one."""
         with self.cache.read(packed) as cache:
             logits = self._model(
                 packed.tokens.unsqueeze(0),
@@ -200,10 +201,10 @@ class Batch:
 
     @torch.no_grad()
     def draw(self, draws: dict[int, Draw], with_logprobs: bool) -> Callable[[], Drawn]:
-        """Draws the next token of rows, by row, from the logits that are there.
+        """Draws the next token of the given rows from the stored logits.
 
         Returns:
-            What waits for the tokens and gives them to the host.
+            A function that waits for the tokens and returns them on the host.
         """
         size = max(self._size([*draws]), 2)
         logits, tokens = self._logits[:size], self.tokens[:size]
@@ -227,7 +228,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """What was drawn, on the host: see `choice.log_probabilities`."""
+    """The tokens drawn, on the host: see `choice.log_probabilities`."""
 
     tokens: list[int]
     largest: list[float]  # logits, as in `choice.choose`
@@ -241,7 +242,7 @@ def _layers_of(model: LanguageModel) -> list[GatedLinearAttention]:
 
 
 def _in_chunks(layers: Sequence[GatedLinearAttention]) -> bool:
-    """Whether each layer passes prompts by `chunk_gla_`, and no convolution reaches further than a
+    """Whether each layer can process prompts by `chunk_gla_`, and no convolution is longer than a
     chunk.
     """
     return all(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gla_ext.decode.sampling import distribution
 
-MOST_LOGPROBS = 20  # most probable tokens whose log-probabilities a request may have
+MOST_LOGPROBS = 20  # limit of the most probable tokens in a reply, with log-probabilities
 
 
 def choose(
@@ -17,10 +17,10 @@ def choose(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One token a row, by inverting the distribution function at the number given.
+    """Chooses one token per row, by inverting the distribution function at a given number.
 
-    A row's token depends on its own logits, number and options alone, and so not on whether other
-    rows have a top_k or top_p.
+    A row's token depends only on its own logits, number and options, so it does not depend on
+    whether other rows have a top_k or top_p.
 
     Args:
         logits: `[B, vocab_size]`, fp32.
@@ -30,7 +30,8 @@ def choose(
         top_p: fp32 `[B]`; 1 is all of them. Default: None (all).
 
     Returns:
-        Tokens, int64 `[B]`, and the largest logit, fp32 `[B]`, as `gla_ext.decode.sampling.choose`.
+        Tokens, int64 `[B]`, and the largest logit, fp32 `[B]`, as in
+        `gla_ext.decode.sampling.choose`.
     """
     divisor = temperature.masked_fill(temperature == 0, 1).unsqueeze(-1)
     p, _, largest = distribution(logits, divisor)
@@ -44,15 +45,18 @@ def choose(
 
 
 def _invert(p: Tensor, uniform: Tensor) -> Tensor:
-    """The first index at which the sum of p `[B, n]` passes uniform times the whole."""
+    """The first index at which the cumulative sum of p `[B, n]` exceeds `uniform` times the
+    total.
+    """
     sums = p.cumsum(-1)
     passed = (sums > uniform.unsqueeze(-1) * sums[:, -1:]) & (p > 0)
     return passed.int().argmax(-1)
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the tokens drawn `[B]`, and the MOST_LOGPROBS most probable ones `[B, n]` with their ids,
-    before temperature, top_k and top_p."""
+    """Log-probabilities of the tokens drawn, `[B]`, and those of the MOST_LOGPROBS most probable
+    tokens, `[B, n]`, with their ids; all before temperature, top_k and top_p.
+    """
     logits = logits - logits.logsumexp(-1, keepdim=True)
     best, ids = logits.topk(min(MOST_LOGPROBS, logits.shape[-1]))
     return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), best, ids

@@ -63,7 +63,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def _number(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Reads an int in a range."""
+    """A function that parses an int and checks its range."""
 
     def number(text: str) -> int:
         value = int(text)
@@ -76,8 +76,8 @@ def _number(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Serves until a signal. An error that the user can mend is a sentence on stderr and status 2;
-    a missing package is status 1.
+    """Serves until a signal. For an error that the user can fix it prints a sentence to stderr and
+    exits with status 2; for a missing package with status 1.
     """
     args = command_line().parse_args(arguments)
     try:
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (OSError, ValueError, ImportError, NotImplementedError, *_NO_MEMORY) as error:
         _fail(error)
     except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # by torch's allocator of a CPU
+        if "can't allocate memory" not in str(error):  # from torch's CPU allocator
             raise
         _fail(error)
     name = args.name or args.model.resolve().name
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
         serve(engine, args.host, args.port, options, args.connections, args.shutdown_seconds)
     except OSError as error:
         _fail(f"expected {args.host} and port {args.port} to be free to listen on, got {error}")
-    except _NO_MEMORY as error:  # the warm-up takes some
+    except _NO_MEMORY as error:  # the warm-up allocates memory too
         _fail(error)
 
 
@@ -120,6 +120,6 @@ def _engine(args: argparse.Namespace) -> Engine:
 
 
 def _fail(error: Exception | str) -> NoReturn:
-    first_line = str(error).partition("\n")[0]  # torch adds where in its sources it was
+    first_line = str(error).partition("\n")[0]  # torch appends the place in its sources
     print(f"{PROGRAM}: {first_line or type(error).__name__}", file=sys.stderr)
     sys.exit(2)

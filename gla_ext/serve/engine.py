@@ -1,4 +1,4 @@
-"""Continuous batching: sequences take rows, prompts pass in pieces beside those that decode."""
+"""Continuous batching: sequences get rows, and prompts are read in pieces while others decode."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ STATE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
 class FullError(RuntimeError):
-    """As many sequences wait as may."""
+    """The queue of waiting sequences is full."""
 
 
 class ClosedError(RuntimeError):
-    """The engine takes no more."""
+    """The engine accepts no more sequences."""
 
 
 Deltas = list[tuple[Sequence, Delta]]
@@ -56,32 +56,32 @@ class Engine:
             for sequence, delta in engine.step():
                 print(delta.text)
 
-    On a GPU, `warm_up` before the first request, in a program that lives for longer.
+    On a GPU, a long-running program should call `warm_up` before the first request.
 
-    Any thread may call `submit`, `cancel`, `drain`, `warm_up` and `refresh`. One thread alone
-    steps: the one that calls `step`, or that of `gla_ext.serve.worker.Worker`.
+    Any thread may call `submit`, `cancel`, `drain`, `warm_up` and `refresh`. Only one thread may
+    run steps: the one that calls `step`, or the thread of `gla_ext.serve.worker.Worker`.
 
     Call `refresh` after the model changed: the prefix cache and running sequences have states of
     the old model, and CUDA graphs repeat what was recorded. Until then `submit` raises ChangedError
-    if it sees a change, which it does not of `AdamW(fused=True)` and others: see there. No step may
-    be under way while the model changes.
+    if it notices a change. It does not notice all changes, such as those of `AdamW(fused=True)`:
+    see there. Do not change the model while a step runs.
 
     In an engine made inside `batch_invariant()` a sequence gets the same bits in the same row,
-    whatever else runs: prompts pass one at a time, in segments of `checkpoint_tokens`, and steps
-    are always of all rows. In another row a BLAS may round otherwise. Such an engine is slower with
+    whatever else runs: prompts are read one at a time, in pieces of `checkpoint_tokens`, and steps
+    always have all rows. In another row a BLAS may round differently. Such an engine is slower with
     many short prompts.
 
     Args:
         model: a `GLAForCausalLM` in eval mode.
-        tokenizer: makes text of tokens. Default: None (no text, and no stop strings).
-        limits: what it takes on. Default: `Limits()`.
+        tokenizer: converts between tokens and text. Default: None (no text, and no stop strings).
+        limits: limits of sequences, tokens and memory. Default: `Limits()`.
         cuda_graph: whether steps are CUDA graphs. Default: None (on a CUDA device).
-        state_dtype: what recurrent states are stored in: torch.float32, or torch.bfloat16 or
-            torch.float16 for half of the memory of rows and checkpoints; see "States in 16 bits" on
-            the page on numerics. Default: None (torch.float32).
+        state_dtype: dtype in which recurrent states are stored: torch.float32, or torch.bfloat16 or
+            torch.float16, which halve the memory of rows and checkpoints; see "States in 16 bits"
+            on the page on numerics. Default: None (torch.float32).
 
     Attributes:
-        metrics: what it has done.
+        metrics: counters of its work.
         prefixes: the prefix cache.
 
     Raises:
@@ -125,10 +125,10 @@ class Engine:
         self.prefixes = PrefixCache(self._batch.checkpoints, self._batch.row_nbytes, every)
         self.metrics = Metrics()
         self._ends = self._read_ends()
-        self._stamp = Stamp(model)  # of what states and graphs are of
+        self._stamp = Stamp(model)  # of the model that made states and graphs
         self._lock = threading.Lock()
-        # One thread runs the model, and one is next. With the first lock alone, the thread that
-        # steps might take it again before a thread that waits for it.
+        # One thread runs the model, and one is next. With only the first lock, the thread that runs
+        # steps might take it again before a thread that is waiting for it.
         self._runs, self._is_next = threading.Lock(), threading.Lock()
         self._waiting: deque[Sequence] = deque()
         self._unfinished = 0  # accepted and not finished
@@ -136,10 +136,10 @@ class Engine:
         self._free = list(range(self.limits.rows))
         self._schedule = Schedule(self._batch, self.prefixes, self.metrics, most, self._invariant)
         self._running = self._schedule.running
-        # On a GPU the next step is under way while the host looks at the last one's tokens.
+        # On a GPU the next step already runs while the host processes the last one's tokens.
         self._device = device_of(model)
         self._ahead = 1 if self._device.type == "cuda" else 0
-        self._queued = torch.cuda.Event() if self._ahead else None  # all of the last turn
+        self._queued = torch.cuda.Event() if self._ahead else None  # all work of the last turn
         self._under_way: deque[tuple[list[Sequence], Callable[[], Drawn]]] = deque()
 
     def _read_ends(self) -> frozenset[int]:
@@ -148,30 +148,30 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a sequence is not finished."""
+        """Whether there are unfinished sequences."""
         with self._lock:
             return self._unfinished > 0
 
     @property
     def waiting(self) -> int:
-        """Sequences without a row."""
+        """Number of sequences without a row."""
         with self._lock:
             return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Sequences with a row."""
+        """Number of sequences with a row."""
         return self.limits.rows - len(self._free)
 
     def submit(self, *requests: Request) -> list[Sequence]:
-        """Takes on sequences, all or none.
+        """Accepts a sequence for every request, or raises an error and accepts none.
 
         Raises:
-            FullError: where there is no room to wait.
+            FullError: if the queue has not enough room.
             ClosedError: after `drain`.
-            ChangedError: if it sees that the model has changed, until `refresh`.
-            ValueError: for requests over the limits, tokens that the model does not have, stop
-                strings without a tokenizer.
+            ChangedError: if it notices that the model has changed, until `refresh`.
+            ValueError: for requests over the limits, tokens outside of the vocabulary, stop strings
+                without a tokenizer.
         """
         self._stamp.check("Engine")
         for request in requests:
@@ -202,7 +202,7 @@ class Engine:
                 f"{request.max_new_tokens}"
             )
         vocab_size = self.model.config.vocab_size
-        tokens = torch.frombuffer(request.tokens, dtype=torch.long)  # of 100,000 in no time
+        tokens = torch.frombuffer(request.tokens, dtype=torch.long)  # fast also for 100,000 tokens
         lowest, highest = (x.item() for x in torch.aminmax(tokens))
         if lowest < 0 or highest >= vocab_size:
             wrong = lowest if lowest < 0 else highest
@@ -215,12 +215,12 @@ class Engine:
         sequence.ending = "cancelled"
 
     def drain(self) -> None:
-        """Refuses new sequences; those that were accepted go on."""
+        """Rejects new sequences from now on; accepted sequences continue."""
         with self._lock:
             self._draining = True
 
     def cancel_all(self) -> Deltas:
-        """Ends every sequence as an error does, after which no step must be taken."""
+        """Ends every sequence with finish_reason 'error'. No step must be run afterwards."""
         with self._lock:
             self._draining = True
             sequences, self._unfinished = [*self._waiting], 0
@@ -234,33 +234,32 @@ class Engine:
     def warm_up(self) -> None:
         """Captures the CUDA graphs of steps and of pieces of prompts, which takes a second or more.
 
-        Without it each is captured when its size has come for the second time, and everyone waits
-        for that. Nothing happens where there are no graphs. It waits for a step under way.
+        Without it, each graph is captured when its size is needed for the second time, and all
+        sequences wait for that. Does nothing if there are no graphs. Waits for a running step.
         """
         with self._as_made():
             self._batch.warm_up()
 
     def refresh(self, keep_running: bool = False) -> None:
-        """Says that the model changed, for example by an optimizer's step.
+        """Tells the engine that the model has changed, for example by an optimizer's update.
 
-        It waits for a step under way and empties the prefix cache. Sequences that wait go on
-        waiting. Those that have begun end at the next step, which gives out their deltas with
-        finish_reason 'refresh'. If only values changed, CUDA graphs stay, and all of this takes
-        some milliseconds, or tens of them with adapters on every map. If addresses of tensors,
-        modules, attributes or hooks changed, or attributes are of kinds that cannot be compared
-        (torchao's weights, DTensors, closures), graphs are captured anew, when their sizes come
-        again or by `warm_up`.
+        This waits for a running step and empties the prefix cache. Sequences without a row keep
+        waiting. Sequences that have begun end at the next step, which returns their deltas with
+        finish_reason 'refresh'. As in `Decoder.refresh`, CUDA graphs are kept if only values
+        changed; the call then takes some milliseconds, or tens of them with adapters on every map.
+        Otherwise each graph is captured again when its size is needed, or by `warm_up`.
 
-        On a GPU the next step waits for what the caller's stream has been given until now.
+        On a GPU the next step waits for the work that is now queued on the caller's stream.
 
         Args:
-            keep_running: sequences that have begun go on, from states of the old model. They leave
-                nothing in the prefix cache. Default: False.
+                keep_running: sequences that have begun continue, from states of the old model. They
+                    store nothing in the prefix cache. Default: False.
 
-        Raises:
-            ValueError: for a model in train mode. For one on another device, of another dtype or
-                vocabulary, with more or fewer layers, or whose prompts must now be cut otherwise:
-                make another engine. New sequences find nothing of the old model then either.
+            Raises:
+                ValueError: for a model in train mode. Also for a model on another device, of
+                    another dtype or vocabulary, with another number of layers, or whose prompts can
+                    no longer leave checkpoints in their middle: make another engine for it. Even
+                    then no states of the old model are used for new sequences.
         """
         with self._as_made():
             self.prefixes.clear()
@@ -276,8 +275,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _as_made(self) -> Iterator[None]:
-        """The mode and the device in which the model runs, for one thread at a time, in turn. The
-        streams of these threads wait for each other.
+        """The mode and device in which the model runs. Only one thread at a time may be inside, in
+        turn, and the threads' streams wait for each other.
         """
         on_device = torch.cuda.device(self._device) if self._ahead else contextlib.nullcontext()
         with self._is_next:
@@ -293,10 +292,10 @@ class Engine:
             self._runs.release()
 
     def step(self) -> Deltas:
-        """One step of what decodes and a few pieces of prompts.
+        """Runs one token step of the decoding sequences, and reads a few pieces of prompts.
 
         Returns:
-            What it added to sequences, each once.
+            The deltas of sequences, at most one for each.
         """
         with self._as_made():
             deltas = self._sweep()
@@ -309,7 +308,7 @@ class Engine:
         return deltas
 
     def _sweep(self) -> Deltas:
-        """Ends what was cancelled, and what has states of an old model."""
+        """Ends cancelled sequences, and after `refresh` those with states of the old model."""
         deltas: Deltas = []
         with self._lock:
             ending = [sequence for sequence in self._waiting if sequence.ending]
@@ -322,7 +321,7 @@ class Engine:
         return deltas
 
     def _admit(self) -> None:
-        """Gives free rows to those that wait, the first come first."""
+        """Gives free rows to waiting sequences, in the order of their arrival."""
         while self._free:
             with self._lock:
                 if not self._waiting:
@@ -346,10 +345,10 @@ class Engine:
         self._under_way.append((sequences, self._batch.draw(draws, wanted)))
 
     def _collect(self, sequences: list[Sequence], wait: Callable[[], Drawn]) -> Deltas:
-        """Waits for tokens that were drawn, and hands them to their sequences."""
+        """Waits for tokens that were drawn, and adds them to their sequences."""
         drawn, deltas = wait(), []
         for sequence in sequences:
-            if sequence.finished:  # before this token was drawn, but not before it was asked for
+            if sequence.finished:  # it finished after this token was requested
                 continue
             row, wanted = sequence.row, sequence.request.logprobs
             if not math.isfinite(drawn.largest[row]):
@@ -367,7 +366,7 @@ class Engine:
         return deltas
 
     def _fail(self, sequence: Sequence) -> Delta:
-        """Ends a sequence that has a logit of NaN or inf, or whose logits are all -inf."""
+        """Ends a sequence whose logits include NaN or inf, or are all -inf."""
         message = "the model's logits are not finite"
         prompt = len(sequence.request.tokens)
         logger.error("%s after a prompt of %d tokens and %d new", message, prompt, sequence.new)
@@ -375,7 +374,7 @@ class Engine:
         return self._finish(sequence, Delta(error=message), "error")
 
     def _finish(self, sequence: Sequence, delta: Delta, reason: str) -> Delta:
-        """Frees what a sequence has."""
+        """Frees a sequence's row and counts the sequence as finished."""
         sequence.status, delta.finish_reason = Status.FINISHED, reason
         if sequence.row is not None:
             self._running.remove(sequence)

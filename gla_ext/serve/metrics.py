@@ -1,4 +1,4 @@
-"""What an engine has done, in the text format of Prometheus."""
+"""Counters of an engine's work, in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from gla_ext.serve.sequence import Sequence
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_HISTOGRAMS = ("time_to_first_token_seconds", "time_between_tokens_seconds", "request_seconds")
 _COUNTERS = ("prompt_tokens", "cached_prompt_tokens", "generated_tokens", "nonfinite_logits")
 
 
 class Histogram:
-    """Counts of values up to some bounds."""
+    """Numbers of values up to each of some bounds."""
 
     def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
         self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
@@ -36,30 +37,28 @@ class Histogram:
 
 
 class Metrics:
-    """Counters that the engine's thread moves on and others read."""
+    """Counters that the engine's thread increases and other threads read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
-        self._histograms = {
-            "time_to_first_token_seconds": Histogram(),
-            "time_between_tokens_seconds": Histogram(),
-            "request_seconds": Histogram(),
-        }
+        self._histograms = {name: Histogram() for name in _HISTOGRAMS}
+
+    def _add(self, name: str, count: int) -> None:
+        with self._lock:
+            self._counts[f"{name}_total"] += count
 
     def began(self, sequence: Sequence) -> None:
-        """A sequence's prompt has begun to pass."""
-        with self._lock:
-            self._counts["prompt_tokens_total"] += len(sequence.request.tokens)
+        """Counts a sequence whose prompt has begun to be read."""
+        self._add("prompt_tokens", len(sequence.request.tokens))
 
     def skipped(self, count: int) -> None:
-        """So many tokens of a prompt need not pass: the prefix cache has what they come to."""
-        with self._lock:
-            self._counts["cached_prompt_tokens_total"] += count
+        """Counts tokens of a prompt that need not be read, as the prefix cache has their state."""
+        self._add("cached_prompt_tokens", count)
 
     def drew(self, sequence: Sequence) -> None:
-        """A sequence got a token."""
+        """Counts a token that a sequence got."""
         now = time.monotonic()
         with self._lock:
             self._counts["generated_tokens_total"] += 1
@@ -71,12 +70,11 @@ class Metrics:
         sequence.last = now
 
     def met_nonfinite_logits(self) -> None:
-        """A sequence ended because its logits were not finite."""
-        with self._lock:
-            self._counts["nonfinite_logits_total"] += 1
+        """Counts a sequence that ended because its logits were not finite."""
+        self._add("nonfinite_logits", 1)
 
     def finished(self, sequence: Sequence, reason: str) -> None:
-        """A sequence has ended."""
+        """Counts a sequence that has ended."""
         with self._lock:
             self._reasons[reason] += 1
             self._histograms["request_seconds"].add(time.monotonic() - sequence.arrived)
@@ -87,12 +85,12 @@ class Metrics:
             return self._counts[name]
 
     def reasons(self) -> dict[str, int]:
-        """How many sequences ended, by finish_reason."""
+        """Number of finished sequences, by finish_reason."""
         with self._lock:
             return dict(self._reasons)
 
     def text(self, gauges: dict[str, float]) -> str:
-        """All of it, and gauges that are given, by name."""
+        """All counters as text, and the given gauges by name."""
         lines: list[str] = []
         with self._lock:
             for name in _COUNTERS:

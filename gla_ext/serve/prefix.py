@@ -1,4 +1,4 @@
-"""Checkpoints of prompts' beginnings, for prompts that begin alike."""
+"""A cache of the states after prefixes of prompts, for prompts with the same beginning."""
 
 from __future__ import annotations
 
@@ -12,26 +12,22 @@ from gla_ext.serve.prompts import NONE
 
 
 class PrefixCache:
-    """Which rows keep the states after every n tokens of the prompts so far, the last used ones.
+    """Assigns rows to the states after every n tokens of prompts, and keeps those used last.
 
-    A prompt's beginnings are known by a chained hash of their tokens (BLAKE2, 128 bits).
-
-    Args:
-        rows: those that there are for it.
-        row_nbytes: memory of each, bytes.
-        every: n.
+    A prefix is identified by a chained hash of its tokens (BLAKE2, 128 bits).
 
     Attributes:
-        evictions: how many beginnings were given up.
+        every: n.
+        evictions: number of prefixes that were dropped.
     """
 
     def __init__(self, rows: range, row_nbytes: int, every: int) -> None:
         self._rows, self._row_nbytes, self.every = rows, row_nbytes, every
-        self._kept: OrderedDict[bytes, int] = OrderedDict()  # the row of each beginning
-        self._used = 0  # rows that have been in use, the first ones
-        self._free: list[int] = []  # of these
-        self._coming: dict[bytes, int] = {}  # that the round makes
-        self._found: set[bytes] = set()  # that it reads
+        self._kept: OrderedDict[bytes, int] = OrderedDict()  # the row of each prefix
+        self._used = 0  # number of rows that have been in use; they are the first ones
+        self._free: list[int] = []  # rows that have been in use and are now free
+        self._coming: dict[bytes, int] = {}  # prefixes that the current round computes
+        self._found: set[bytes] = set()  # prefixes that the current round reads
         self.evictions = 0
 
     def __len__(self) -> int:
@@ -43,16 +39,16 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the beginnings that are kept, bytes."""
+        """Memory of the stored prefixes, bytes."""
         return len(self) * self._row_nbytes
 
     def clear(self) -> None:
-        """Forgets all beginnings."""
+        """Drops all prefixes."""
         self._kept.clear()
         self._free, self._used = [], 0
 
     def keys(self, tokens: array[int]) -> list[bytes]:
-        """Of the beginnings of n, 2n, … tokens; the last leaves a token to compute from."""
+        """Keys of the prefixes of n, 2n, … tokens; at least one token remains after the last."""
         if not self.enabled:
             return []
         count, key, found = (len(tokens) - 1) // self.every, b"", []
@@ -64,8 +60,8 @@ class PrefixCache:
 
     @contextlib.contextmanager
     def round(self) -> Iterator[None]:
-        """Inside, prompts are looked up, and then pass the model at once: what is found stays, and
-        what is reserved can be found after that.
+        """While active, prompts are looked up and then read by the model at once. Prefixes that
+        were found are not evicted, and reserved ones can be found afterwards.
         """
         try:
             yield
@@ -77,12 +73,12 @@ class PrefixCache:
             self._found.clear()
 
     def find(self, keys: Sequence[bytes], beyond: int = 0) -> tuple[int, int | None]:
-        """The longest beginning that is kept, of more than `beyond` tokens: its tokens, and the
-        row; 0 and None where none is.
+        """The longest stored prefix of more than `beyond` tokens: its number of tokens, and its
+        row; 0 and None if there is none.
         """
         for count in range(len(keys), beyond // self.every, -1):
             if keys[count - 1] in self._kept:
-                for key in reversed(keys[:count]):  # the shortest, which most share, goes last
+                for key in reversed(keys[:count]):  # moves the shortest last, as most share it
                     if key in self._kept:
                         self._kept.move_to_end(key)
                 self._found.add(keys[count - 1])
@@ -90,15 +86,15 @@ class PrefixCache:
         return 0, None
 
     def is_coming(self, keys: Sequence[bytes], start: int) -> bool:
-        """Whether this round makes the next beginning after start tokens."""
+        """Whether this round computes the next prefix after `start` tokens."""
         place = start // self.every
         return place < len(keys) and keys[place] in self._coming
 
     def reserve(self, keys: Sequence[bytes], start: int, stop: int, step: int) -> list[int]:
-        """Rows for a prompt's beginnings of start + step, start + 2 step, … stop tokens, or NONE.
+        """Rows for a prompt's prefixes of start + step, start + 2 step, … stop tokens, or NONE.
 
-        Of a prompt with more beginnings than half of the rows, those are kept that come first,
-        which others are likely to share, and the last.
+        If a prompt has more prefixes than half of the rows, only the first ones, which other
+        prompts are likely to share, and the last one are stored.
         """
         if not self.enabled:
             return []
@@ -122,7 +118,7 @@ class PrefixCache:
         return row
 
     def _take_row(self) -> int:
-        """One that nothing is in, or that of the beginning that was used longest ago."""
+        """A free row, or the row of the prefix that was not used for the longest time."""
         if self._free:
             return self._free.pop()
         if self._used < len(self._rows):

@@ -1,4 +1,4 @@
-"""Pieces of prompts, how several are laid out to pass at once, and CUDA graphs of that."""
+"""Pieces of prompts, their packing for one call of the model, and CUDA graphs of such calls."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from torch import Tensor
 
 from gla_ext.decode import _capture
 
-NONE = -1  # in place of a row
-# Of the graphs. A longer piece keeps the GPU busy for longer than the host needs to launch it.
+NONE = -1  # stands for no row
+# Sizes of the graphs. A longer piece keeps the GPU busy for longer than its launch takes the host.
 TOKENS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 PIECES = (1, 16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Tokens of a prompt that pass the model at once.
+    """Tokens of a prompt that the model reads at once.
 
-    row: of its sequence, which gets what comes of them.
+    row: the row of its sequence, which gets the resulting state.
     tokens: at least one.
-    ends: whether the prompt does.
-    source: the row that they go on from, which stays as it is if it is another; None: they start.
-    checkpoints: the rows that get what there is after each so many tokens, NONE for no row.
+    ends: whether the prompt ends with this piece.
+    source: the row whose state the piece starts from; not changed if it is another row. None: the
+    piece starts from zero.
+    checkpoints: the rows for the states after every `every` tokens, NONE for no row.
     """
 
     row: int
@@ -40,12 +41,13 @@ class Piece:
 class Packed(NamedTuple):
     """N pieces in one row of T tokens, all int64.
 
-    offsets: `[N + 1]`, of the pieces.
-    rows, sources: `[N]`; a piece that starts has its own row as source.
-    goes_on: `[N]`, 0 for a piece that starts.
-    starts: `[N + 1]`, which of the checkpoints are a piece's.
-    checkpoints: `[C]`, the row of each, NONE for no row.
-    ends, end_rows: `[M]`, after how many of the T tokens there is a checkpoint, and its row.
+    offsets: `[N + 1]`, offsets of the pieces.
+    rows, sources: `[N]`; a piece that starts from zero has its own row as source.
+    goes_on: `[N]`, 0 for a piece that starts from zero.
+    starts: `[N + 1]`, offsets of each piece's checkpoints.
+    checkpoints: `[C]`, the row of each checkpoint, NONE for no row.
+    ends, end_rows: `[M]`, for each checkpoint with a row, the number of the T tokens before it, and
+        its row.
     tokens: `[T]`.
     """
 
@@ -62,11 +64,11 @@ class Packed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Size:
-    """What pieces take.
+    """Sizes of packed pieces.
 
     tokens, pieces: T and N.
     checkpoints: C.
-    kept: M, how many of these have a row.
+    kept: M, the number of checkpoints with a row.
     """
 
     tokens: int
@@ -82,26 +84,26 @@ class Size:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the tensors of `Packed`."""
+        """Lengths of the tensors of `Packed`."""
         T, N, C, M = dataclasses.astuple(self)
         return [N + 1, N, N, N, N + 1, C, M, M, T]
 
     def split(self, numbers: Tensor) -> Packed:
-        """Views of `lay_out`'s numbers."""
+        """Splits the numbers that `lay_out` returns into views."""
         return Packed(*numbers[: sum(self.lengths)].split(self.lengths))
 
 
 def lay_out(pieces: Sequence[Piece], size: Size, every: int, spare: int = NONE) -> Tensor:
-    """The numbers of `Packed`, one tensor's after the other's, int64 on the host.
+    """The values of the tensors of `Packed`, one tensor after the other, int64 on the host.
 
-    Fewer tokens than the size has are followed by others, which belong to no piece, fewer pieces by
-    empty ones, and fewer checkpoints by some that are of no piece.
+    If `size` is larger than needed, it is filled up with tokens that belong to no piece, with empty
+    pieces, and with checkpoints that belong to no piece.
 
     Args:
-        pieces: which fit.
-        size: `Size.of(pieces)` or a greater one.
+        pieces: pieces that fit in `size`.
+        size: `Size.of(pieces)` or larger.
         every: tokens between checkpoints.
-        spare: the row of what is added. Default: NONE (nothing is).
+        spare: the row of added pieces and checkpoints. Default: NONE (nothing is added).
     """
     empty = size.pieces - len(pieces)
     offsets = [0, *itertools.accumulate(len(piece.tokens) for piece in pieces)]
@@ -131,22 +133,21 @@ def lay_out(pieces: Sequence[Piece], size: Size, every: int, spare: int = NONE) 
     for piece in pieces:
         laid.extend(piece.tokens)
     laid.frombytes(bytes(laid.itemsize * (size.tokens - offsets[-1])))
-    return torch.frombuffer(laid, dtype=torch.long)  # a list of numbers would take longer to read
+    return torch.frombuffer(laid, dtype=torch.long)  # faster than from a list of numbers
 
 
 class PromptGraphs:
-    """Graphs of packed pieces, one for each of some sizes.
+    """CUDA graphs of packed pieces, one for each of some sizes.
 
-    The first pieces of a size pass without one; it is captured before the second, or by `warm_up`.
-    What a graph has more than the pieces that it passes is filled up, in a row that no sequence
-    has: see `lay_out`.
+    The first pieces of a size are read without a graph. The graph is captured before the second, or
+    by `warm_up`. If a graph is larger than its pieces, the rest is filled up, in a row that no
+    sequence uses: see `lay_out`.
 
     Args:
-        run: passes packed pieces.
-        record: captures a call in a pool of memory.
+        run: reads packed pieces.
+        record: captures a call, in a memory pool.
         every: tokens between checkpoints, 0 for none.
-        spare: the row that no sequence has.
-        device: where.
+        spare: the row that no sequence uses.
     """
 
     def __init__(
@@ -169,16 +170,16 @@ class PromptGraphs:
         self.clear()
 
     def clear(self) -> None:
-        """Gives the graphs up, and their memory, which no later one may share."""
+        """Drops the graphs and their memory pool, which later graphs must not share."""
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self) -> None:
-        """Captures those that are not there, the largest first: the others fit into its memory."""
+        """Captures the missing graphs, the largest first, since the others fit into its memory."""
         self._graphs.warm_up(reversed(self._sizes))
 
     def replay(self, pieces: Sequence[Piece]) -> bool:
-        """Passes pieces, if there is a graph for so many."""
+        """Reads pieces by a graph; returns False if there is none for their size."""
         wanted = Size.of(pieces)
         for size in self._sizes:
             if wanted.tokens <= size.tokens and wanted.pieces <= size.pieces:
@@ -193,7 +194,7 @@ class PromptGraphs:
         return True
 
     def _capture(self, size: Size) -> _capture.Graph | None:
-        """With pieces of the spare row, so that no sequence moves on."""
+        """Captures with a piece in the spare row, so that no sequence's state changes."""
         self._write([Piece(self._spare, [0] * size.tokens, True, self._spare)], size)
         packed = size.split(self._buffer)
         return self._record(lambda: self._run(packed), self._pool)

@@ -1,4 +1,4 @@
-"""What a client asks for, and what it gets."""
+"""A client's request and the reply to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import secrets
 from array import array
 from collections.abc import Sequence
 
-from gla_ext.decode.sampling import Sampling, is_int
+from gla_ext.decode.sampling import Sampling, check_int, is_int
 from gla_ext.serve.choice import MOST_LOGPROBS
 
 MOST_STOPS = 16
@@ -17,22 +17,22 @@ LONGEST_STOP = 256  # characters
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What an engine takes on.
+    """The limits of an engine.
 
     Args:
         rows: sequences that are decoded at once.
-        waiting: sequences that may wait for a row; more are refused.
+        waiting: sequences that may wait for a row; more are rejected.
         prompt_tokens: most tokens of a prompt.
-        new_tokens: most tokens that a request may ask for.
-        prefill_tokens: tokens of prompts that pass between two steps of those that decode; below
-            64 they count as 64.
+        new_tokens: most new tokens that a request may ask for.
+        prefill_tokens: tokens of prompts that are read between two token steps; below 64 it counts
+            as 64.
         checkpoint_tokens: n of the prefix cache, a multiple of 64.
-        cache_bytes: memory of the prefix cache, which the engine takes when it is made; 0 turns it
-            off.
+        cache_bytes: memory of the prefix cache, which is allocated when the engine is made; 0 turns
+            the cache off.
 
     Raises:
-        TypeError: for what is no int.
-        ValueError: for numbers out of range.
+        TypeError: for a value that is not an int.
+        ValueError: for values out of range.
     """
 
     rows: int = 32
@@ -45,13 +45,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value, least = getattr(self, field.name), int(field.name not in _MAY_BE_ZERO)
-            if not is_int(value):
-                raise TypeError(f"Limits: expected {field.name} to be an int, got {value!r}")
-            if value < least:
-                raise ValueError(
-                    f"Limits: expected {field.name} to be at least {least}, got {value}"
-                )
+            value = getattr(self, field.name)
+            check_int("Limits", field.name, value, int(field.name not in _MAY_BE_ZERO))
             if value >= 2**63:
                 raise ValueError(f"Limits: expected {field.name} below 2**63, got {value}")
         if self.checkpoint_tokens % 64:
@@ -70,11 +65,11 @@ class Request:
 
     Args:
         tokens: the prompt, at least one token.
-        max_new_tokens: most tokens that are drawn, at least 1. Default: 16.
+        max_new_tokens: most tokens to draw, at least 1. Default: 16.
         temperature, top_k, top_p: as in `gla_ext.decode.Sampling`.
-        seed: decides what is drawn, beside the logits. Default: None (another one each time).
-        stop: strings before whose first the text ends. Default: none.
-        logprobs: how many of the most probable tokens to report at each token, beside the one
+        seed: determines the draws, together with the logits. Default: None (another one each time).
+        stop: the text ends before the first of these strings. Default: none.
+        logprobs: number of most probable tokens to report for each token, in addition to the one
             drawn, at most 20. Default: None (no log-probabilities).
         ignore_eos: go on after the model's eos_token_id. Default: False.
         skip_special_tokens: leave the tokenizer's special tokens out of the text. Default: True.
@@ -103,14 +98,7 @@ class Request:
             raise TypeError(f"Request: expected tokens to be ints, got {error}") from error
         if len(self.tokens) < 1:
             raise ValueError("Request: expected a prompt of at least one token, got none")
-        if not is_int(self.max_new_tokens):
-            raise TypeError(
-                f"Request: expected max_new_tokens to be an int, got {self.max_new_tokens!r}"
-            )
-        if self.max_new_tokens < 1:
-            raise ValueError(
-                f"Request: expected max_new_tokens to be at least 1, got {self.max_new_tokens}"
-            )
+        check_int("Request", "max_new_tokens", self.max_new_tokens, 1)
         if self.seed is not None and (not is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
             raise ValueError(f"Request: expected seed to be an int of 64 bits, got {self.seed!r}")
         if isinstance(self.stop, str) or not all(isinstance(stop, str) for stop in self.stop):
@@ -129,16 +117,16 @@ class Request:
             )
 
     def seed_or_random(self) -> int:
-        """A seed that torch takes."""
+        """A seed in the range that torch accepts."""
         seed = secrets.randbits(63) if self.seed is None else operator.index(self.seed)
         return seed % 2**64
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of a token, and those of the most probable ones, by token.
+    """The log-probability of a token, and those of the most probable tokens, by token.
 
-    offset: characters of new text before the token, those included that are not shown yet.
+    offset: characters of new text before the token, including those that are not shown yet.
     """
 
     token: int
@@ -149,14 +137,14 @@ class TokenLogprob:
 
 @dataclasses.dataclass
 class Delta:
-    """What a step added to a sequence.
+    """The tokens and text that a step added to a sequence.
 
-    text: of these tokens and of earlier ones that waited for it; none without a tokenizer.
-    tokens: those drawn; the one that ended the sequence as eos_token_id is none of them.
-    logprobs: one a token, where they were asked for.
+    text: text of these tokens and of earlier ones that was held back; empty without a tokenizer.
+    tokens: the tokens drawn, without the eos_token_id that ended the sequence.
+    logprobs: one for each token, if requested.
     finish_reason: 'stop', 'length', 'cancelled', 'refresh' (`Engine.refresh` ended it), 'error', or
-        None (it goes on).
-    error: with finish_reason 'error', what went wrong with this sequence alone.
+    None (the sequence continues).
+    error: with finish_reason 'error', what went wrong if only this sequence failed.
     """
 
     text: str = ""

@@ -1,6 +1,6 @@
-"""What the engine knows of the layers' memory: rows of sequences, and rows of checkpoints.
+"""The engine's interface to the layers' memory: rows of sequences, and rows of checkpoints.
 
-The engine goes by `RowCache` alone. `StateRows` is that of a model whose layers keep states of a
+The engine only uses `RowCache`. `StateRows` implements it for models whose layers keep states of a
 fixed size.
 """
 
@@ -15,44 +15,45 @@ import torch
 from torch import Tensor
 
 from gla_ext.cache import StaticGLACache
-from gla_ext.cache._key_values import map_tensors
+from gla_ext.cache._key_values import map_entry
 from gla_ext.cache._rows import Checkpoints
 from gla_ext.serve.prompts import Packed
 
 
 class RowCache(Protocol):
-    """Where the layers of a model keep the sequences that an engine runs, a row each.
+    """The memory in which a model's layers store an engine's sequences, one row for each.
 
-    A row that is no sequence's may keep what a sequence has come to, a checkpoint. Sequences go on
-    from there, each in a row of its own, and leave it as it is.
+    A row without a sequence may store a checkpoint: a copy of a sequence's state. Sequences can
+    start from it, each in its own row; the checkpoint does not change.
     """
 
     def read(self, pieces: Packed) -> contextlib.AbstractContextManager[Any]:
-        """The past_key_values of pieces of prompts, while inside. Each goes on from its source, or
-        starts, and leaves its checkpoints, and last what it has come to in its row.
+        """While active, gives the past_key_values for pieces of prompts. Each piece starts from its
+        source or from zero, and stores its checkpoints and finally its state in its row.
         """
 
     def keep(self, row: int, checkpoint: int) -> None:
-        """Makes a row a checkpoint of what another row holds now."""
+        """Copies the present state of a row to a checkpoint's row."""
 
     def drop(self, row: int) -> None:
-        """Ends the row's sequence; what it took is free."""
+        """Ends the row's sequence and frees its memory."""
 
     def first(self, count: int) -> Any:
-        """The past_key_values of a step of rows 0 to count - 1, of which those that are active go
-        on."""
+        """The past_key_values for a step of rows 0 to count - 1, in which only active rows
+        advance.
+        """
 
     def activate(self, rows: Sequence[int]) -> None:
-        """Which rows go on in steps from now on; the others stay as they are."""
+        """Sets the rows that advance in steps from now on; other rows do not change."""
 
 
 class StateRows:
     """The rows of a `StaticGLACache`.
 
     Args:
-        cache: with states of every layer in its buffers.
-        rows: how many of its rows steps may have, the first ones.
-        every: tokens between checkpoints on the way of a prompt, 0 for none.
+        cache: a cache that has states of every layer in its buffers.
+        rows: number of its rows that steps may have; they are the first ones.
+        every: tokens between checkpoints in the middle of a prompt, 0 for none.
     """
 
     def __init__(self, cache: StaticGLACache, rows: int, every: int) -> None:
@@ -76,7 +77,7 @@ class StateRows:
         torch._foreach_copy_([x[checkpoint] for x in buffers], [x[row] for x in buffers])
 
     def drop(self, row: int) -> None:
-        """Nothing is to be done: a row's memory is its own, and a sequence starts without it."""
+        """Nothing to do: a row has its own memory, and a new sequence does not read it."""
 
     def first(self, count: int) -> StaticGLACache:
         return _FirstRows(self._cache, self._waits[:count], self._slots[:count])
@@ -90,12 +91,8 @@ class StateRows:
 
 
 class _FirstRows(StaticGLACache):
-    """The first rows of a cache, where they lie, for steps.
-
-    Args:
-        cache: the cache.
-        waits: bool `[count]`, which rows stay as they are.
-        slots: int64 `[count]`, -1 for these, else the row.
+    """A view of the first rows of a cache, for steps. Rows where `waits`, bool `[count]`, is True
+    do not change; slots, int64 `[count]`, are -1 for these, else the row.
     """
 
     def __init__(self, cache: StaticGLACache, waits: Tensor, slots: Tensor) -> None:
@@ -105,7 +102,5 @@ class _FirstRows(StaticGLACache):
         def first(x: Tensor) -> Tensor:
             return x[: len(waits)]
 
-        self.states = [
-            {key: map_tensors(first, entry[key]) for key in entry} for entry in cache.states
-        ]
+        self.states = [map_entry(first, entry) for entry in cache.states]
         self._done, self._slots = waits, slots

@@ -1,4 +1,4 @@
-"""Which sequences decode in a step, and which pieces of prompts pass beside them."""
+"""The choice of sequences that decode in a step, and of pieces of prompts that are read with it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from gla_ext.serve.sequence import Sequence, Status
 
 
 def step_of_pieces(every: int, most: int) -> int:
-    """Tokens of which pieces are whole multiples, so that they pass every checkpoint at its place:
-    as many as divide `every`, where `most` tokens, or a chunk, may pass at once.
+    """The tokens of which pieces are whole multiples, so that checkpoints are in their right
+    places: the largest divisor of `every` in whole chunks, at most `most` tokens, or one chunk.
     """
     return max(n for n in range(CHUNK, min(every, max(most, CHUNK)) + 1, CHUNK) if every % n == 0)
 
 
 class Schedule:
-    """Sequences that have rows: all whose prompt has passed decode in each step, and prompts pass
-    in pieces, packed, each in turn.
+    """The sequences that have rows. In each step, all whose prompt has been read decode. Prompts
+    are read in packed pieces, in turn.
 
     Args:
-        batch: where they pass.
-        prefixes: what they start from, and leave on their way.
-        metrics: which count them.
-        most: tokens that pass between two steps of those that decode.
-        alone: one passes at a time, in pieces of `prefixes.every` tokens.
+        batch: runs steps and reads pieces.
+        prefixes: the prefix cache, from which prompts start and in which they store checkpoints.
+        most: tokens of prompts that are read between two token steps.
+        alone: whether only one prompt is read at a time, in pieces of `prefixes.every` tokens.
 
     Attributes:
         running: the sequences, the one whose prompt is next before those that have had a turn.
@@ -38,7 +37,7 @@ class Schedule:
         self._batch, self._prefixes, self._metrics = batch, prefixes, metrics
         self._most, self._alone = most, alone
         self._step = batch.every or CHUNK
-        # Else a piece ends at the next checkpoint, which is then copied.
+        # Otherwise a piece ends at the next checkpoint, which is then copied.
         self._whole = not alone and (batch.every > 0 or not prefixes.enabled)
         self.running: list[Sequence] = []
 
@@ -46,17 +45,17 @@ class Schedule:
         return [sequence for sequence in self.running if sequence.status is status]
 
     def decode(self) -> list[Sequence]:
-        """Passes the last token of each sequence that goes on; returns these."""
+        """Runs a token step of the sequences that continue; returns these."""
         going = [sequence for sequence in self._those(Status.DECODING) if not sequence.drew_all]
         if going:
             self._batch.step([sequence.row for sequence in going])
         return going
 
     def read(self) -> list[Sequence]:
-        """Passes pieces of prompts; returns the sequences whose prompt has ended."""
+        """Reads pieces of prompts; returns the sequences whose prompt has ended."""
         ended: list[Sequence] = []
         reading = self._those(Status.READING)
-        # Nobody waits for a step's token where none decodes: then a round may be a full one.
+        # If no sequence decodes, none waits for its next token, and a round may read more.
         beside = len(reading) < len(self.running)
         room = max(self._most * (1 if beside else 8), self._step)
         while room > 0 and reading:
@@ -75,14 +74,14 @@ class Schedule:
         return ended
 
     def _take(self, reading: list[Sequence], room: int) -> list[tuple[Sequence, Piece]]:
-        """Pieces that pass at once, of sequences that then let all others have a turn."""
+        """Pieces to read at once. Their sequences then move behind all others."""
         pieces: list[tuple[Sequence, Piece]] = []
         for sequence in reading:
             start, source = self._prefixes.find(sequence.keys, sequence.passed)
             if start == 0:
                 start, source = sequence.passed, sequence.row if sequence.passed else None
             if self._prefixes.is_coming(sequence.keys, start):
-                continue  # it is found when what is before in this round has passed
+                continue  # found in the next round, when this one has computed it
             stop = self._stop(sequence, start, room)
             if stop == start:
                 break
@@ -101,7 +100,7 @@ class Schedule:
         return pieces
 
     def _stop(self, sequence: Sequence, start: int, room: int) -> int:
-        """Where the next piece of a prompt ends: at its start where there is no room."""
+        """The end of the next piece of a prompt; equal to its start if there is no room."""
         stop, every = len(sequence.request.tokens), self._prefixes.every
         if not self._whole:
             stop = min(stop, (start // every + 1) * every)
@@ -110,7 +109,9 @@ class Schedule:
         return stop
 
     def _begin(self, sequence: Sequence, start: int) -> None:
-        """Counts a prompt at its first piece, and what a piece need not pass that starts there."""
+        """Counts a prompt at its first piece, and the tokens before `start` that need not be
+        read.
+        """
         if sequence.passed == 0:
             self._metrics.began(sequence)
         skipped = start - sequence.passed
@@ -119,7 +120,7 @@ class Schedule:
         sequence.passed = start
 
     def _pass(self, sequence: Sequence, piece: Piece) -> None:
-        """Counts what has passed, and copies a checkpoint that was not made on the way."""
+        """Counts the tokens read, and copies a checkpoint that `chunk_gla_` did not store."""
         sequence.passed += len(piece.tokens)
         if not self._whole:
             every, stop = self._prefixes.every, sequence.passed

@@ -12,12 +12,12 @@ import torch
 from gla_ext.serve.request import Delta, Request, TokenLogprob
 from gla_ext.serve.text import Detokenizer, StopStrings, Tokenizer
 
-UNIFORMS = 64  # that are drawn at a time
-BELOW_ONE = 1 - 2**-20  # so that no product with it rounds to the whole
+UNIFORMS = 64  # random numbers drawn at a time
+BELOW_ONE = 1 - 2**-20  # largest factor, so that no product with it rounds up to the other factor
 
 
 class Status(enum.Enum):
-    """Where a sequence stands."""
+    """The state of a sequence in the engine."""
 
     WAITING = "it has no row"
     READING = "it has a row, and its prompt passes"
@@ -26,19 +26,19 @@ class Status(enum.Enum):
 
 
 class Sequence:
-    """A request on its way.
+    """A request in the engine.
 
     Attributes:
         status: see `Status`.
-        row: of the engine's batch, or None while it waits.
-        keys: of the prompt's beginnings, in the prefix cache.
-        passed: tokens of the prompt that its row has had.
+        row: row of the engine's batch, or None while it waits.
+        keys: keys of the prompt's prefixes, for the prefix cache.
+        passed: tokens of the prompt that its row's state includes.
         cached: how many of these came from the prefix cache.
-        drew: tokens that were asked for.
-        new: tokens that it has got, the last one, if it ended the sequence, included.
-        ending: why it shall end at the next step: 'cancelled', 'refresh' (its states are of an old
+        drew: number of tokens whose draw was requested.
+        new: number of tokens that it has got, including one that ended it.
+        ending: why it will end at the next step: 'cancelled', 'refresh' (its states are of an old
             model), or None.
-        arrived, first, last: when it came, and when its first and last token did, seconds.
+        arrived, first, last: times of its arrival, its first and its last token, in seconds.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
@@ -50,7 +50,7 @@ class Sequence:
         self.ending: str | None = None
         self.arrived = time.monotonic()
         self.first = self.last = 0.0
-        # What fp32 rounds to 0 is 0, and inf is its greatest number, as in Sampling.
+        # As in Sampling, what fp32 rounds to 0 is 0, and inf becomes the largest fp32 number.
         finite = torch.finfo(torch.float32)
         given = float(request.temperature)
         self.temperature = 0.0 if given < finite.tiny else min(given, finite.max)
@@ -62,7 +62,7 @@ class Sequence:
         if tokenizer is not None:
             self._text = Detokenizer(tokenizer, request.tokens, request.skip_special_tokens)
         self._stops = StopStrings(request.stop)
-        self._characters = 0  # of the tokens so far
+        self._characters = 0  # of the text so far
 
     @property
     def finished(self) -> bool:
@@ -71,22 +71,22 @@ class Sequence:
 
     @property
     def drew_all(self) -> bool:
-        """Whether all tokens that it may have are asked for."""
+        """Whether all tokens that it may have were requested."""
         return self.drew >= self.request.max_new_tokens
 
     def next_uniform(self) -> float:
-        """The number that decides the next token: of the seed, and how many there were before."""
+        """The random number for the next token, which depends on the seed and the count so far."""
         if not self._uniforms:
             drawn = torch.rand(UNIFORMS, generator=self._generator, dtype=torch.float64)
             self._uniforms = (drawn * BELOW_ONE).tolist()[::-1]
         return self._uniforms.pop()
 
     def rest(self) -> str:
-        """Text that was held back, as it may have been the start of a stop string."""
+        """Text that was held back because it may be the start of a stop string."""
         return self._stops.flush()
 
     def add(self, token: int, logprob: TokenLogprob | None, ends: Collection[int]) -> Delta:
-        """Takes a token, which may be the last."""
+        """Adds a token, which may be the last."""
         self.new += 1
         if token in ends and not self.request.ignore_eos:
             return Delta(self._stops.flush(), finish_reason="stop")

@@ -1,4 +1,4 @@
-"""Text as tokens and back: a folder's tokenizer or bytes, text as tokens come, stop strings."""
+"""Text and tokens: a folder's tokenizer or bytes, incremental decoding, stop strings."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-CONTEXT = 16  # tokens of the prompt that are decoded beside the first new one
-LONGEST_OPEN = 16  # tokens that may wait for the rest of a character
-MOST_EMPTY = 8  # tokens without text that may wait for the next word
+CONTEXT = 16  # tokens of the prompt that are decoded before the first new one
+LONGEST_OPEN = 16  # tokens that may be held back for the rest of a character
+MOST_EMPTY = 8  # tokens without text that may be held back for the next word
 
 
 class Tokenizer(Protocol):
-    """What a server asks of a tokenizer; one of transformers has it.
+    """The methods that a server needs of a tokenizer; those of transformers have them.
 
-    `decode` of one that has `all_special_ids`, as transformers' do, also takes
+    If a tokenizer has `all_special_ids`, as in transformers, its `decode` also takes
     `skip_special_tokens`.
     """
 
@@ -25,7 +25,7 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """UTF-8 bytes as tokens, after byte 0: how `gla_ext.train` shows a document to its model."""
+    """UTF-8 bytes as tokens, with byte 0 first, as `gla_ext.train` encodes a document."""
 
     def encode(self, text: str) -> list[int]:
         return [0, *text.encode()]
@@ -35,10 +35,10 @@ class Bytes:
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer that lies beside a checkpoint, through transformers, or bytes.
+    """The tokenizer in a checkpoint's folder, loaded by transformers, or bytes.
 
     Raises:
-        ValueError: without one, for a model that is not of bytes.
+        ValueError: if there is none and the model's vocabulary is not the 256 bytes.
     """
     if (folder / "tokenizer_config.json").exists():
         from transformers import AutoTokenizer
@@ -55,15 +55,12 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 
 
 class Detokenizer:
-    """The text that each token completes.
+    """Converts tokens to text one by one: returns the text that each token completes.
 
-    A character may take several tokens, and a space depend on the token before: a few tokens are
-    decoded together, with the new ones and without. A character left open at the end is not shown.
-
-    Args:
-        tokenizer: decodes.
-        prompt: the tokens before.
-        skip_special_tokens: leave special tokens out, where the tokenizer has some. Default: True.
+    A character may take several tokens, and a space may depend on the token before. Therefore a few
+    earlier tokens are decoded together, with the new ones and without. A character that is
+    incomplete at the end is not shown. With skip_special_tokens, special tokens are left out if the
+    tokenizer has any.
     """
 
     def __init__(
@@ -73,34 +70,32 @@ class Detokenizer:
         if skip_special_tokens and hasattr(type(tokenizer), "all_special_ids"):
             self._decode = partial(tokenizer.decode, skip_special_tokens=True)
         self._window = list(prompt[-CONTEXT:])
-        self._shown = len(self._window)  # the text of the window up to here is out
+        self._shown = len(self._window)  # the text of the first _shown tokens was returned
 
     def push(self, token: int) -> str:
-        """The text that this token completes, which may be none."""
+        """The text that this token completes, possibly empty."""
         self._window.append(token)
         window, shown = self._window, self._shown
         text, before = self._decode(window), self._decode(window[:shown])
         waiting = len(window) - shown
-        if text.endswith("\ufffd"):  # may be a part of a character
+        if text.endswith("\ufffd"):  # possibly an incomplete character
             if waiting < LONGEST_OPEN:
                 return ""
         elif text == before:
-            # A special token, or one that has text only beside the next. The window does not move
-            # on to it alone: decoded without a word before, the next would lose its space.
+            # A special token, or one that only has text together with the next. The window must not
+            # begin with it: decoded without a word before, the next token would lose its space.
             if waiting > MOST_EMPTY:
                 window.pop()
             return ""
         self._window, self._shown = window[shown:], waiting
-        while not text.startswith(before):  # a character that the prompt began is whole now
+        while not text.startswith(before):  # a character that began in the prompt is now complete
             before = before[:-1]
         return text[len(before) :]
 
 
 class StopStrings:
-    """Ends a text before the first of some strings, and holds back what may become one.
-
-    Args:
-        stops: the strings, none of them empty.
+    """Ends a text before the first of some non-empty strings. Holds back text that may become one
+    of them.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -115,7 +110,7 @@ class StopStrings:
         places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if places:
             return self._held[: min(places)], True
-        # The longest end of the text that is the start of a stop string waits.
+        # Hold back the longest end of the text that is the start of a stop string.
         most = min(max(map(len, self._stops)) - 1, len(self._held))
         for count in range(most, 0, -1):
             if any(stop.startswith(self._held[-count:]) for stop in self._stops):
@@ -126,6 +121,6 @@ class StopStrings:
         return out, False
 
     def flush(self) -> str:
-        """What was held back, of a text that ended otherwise."""
+        """The text that is still held back, if the text ended without a stop string."""
         held, self._held = self._held, ""
         return held

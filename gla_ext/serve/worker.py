@@ -1,4 +1,4 @@
-"""An engine in a thread of its own."""
+"""A thread that runs an engine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ logger = logging.getLogger("gla_ext.serve")
 
 
 class Worker:
-    """Steps an engine while there is something to do.
+    """Runs the steps of an engine in its own thread while there is work; no other thread may do so.
 
-    Args:
-        engine: the engine, which no other thread then steps.
-        deliver: gets what each step added, in the worker's thread.
-
-    Attributes:
-        error: what ended it, or None.
+    deliver is called with each step's deltas, in the worker's thread. error is the exception that
+    ended the worker, or None.
     """
 
     def __init__(self, engine: Engine, deliver: Callable[[Deltas], None]) -> None:
@@ -35,14 +31,14 @@ class Worker:
         self._thread.start()
 
     def submit(self, *requests: Request) -> list[Sequence]:
-        """As `Engine.submit`."""
+        """Like `Engine.submit`, and wakes up the thread."""
         sequences = self.engine.submit(*requests)
         with self._work:
             self._work.notify()
         return sequences
 
     def close(self) -> None:
-        """Finishes what was accepted, and waits for that."""
+        """Finishes all accepted sequences, and waits for that."""
         self.engine.drain()
         with self._work:
             self._closing = True
@@ -58,7 +54,7 @@ class Worker:
                         return
                 if deltas := self.engine.step():
                     self._deliver(deltas)
-        except Exception as error:  # whatever it was, clients must not wait for ever
+        except Exception as error:  # any exception must end the clients' wait
             logger.exception("the engine has failed")
             self.error = error
             self._deliver(self.engine.cancel_all())

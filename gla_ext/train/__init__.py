@@ -1,4 +1,4 @@
-"""Training a byte-level GLA language model: `python -m gla_ext.train`, and what it is made of."""
+"""Training a byte-level GLA language model: `python -m gla_ext.train`, and its parts."""
 
 from gla_ext.devices import default_device
 from gla_ext.train.command import main

@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns its exit status (128 + the signal's number if stopped)."""
     given = vars(command_line().parse_args(argv))
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a sample may hold what a terminal cannot show
+        sys.stdout.reconfigure(errors="replace")  # for unprintable characters
     try:
         _check_packages()
         return run(given, _processes(given))
@@ -61,17 +61,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _processes(given: dict[str, Any]) -> Parallel:
-    """This process alone, or it and the others that torchrun started."""
+    """This process alone, or this process together with the others that torchrun started."""
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return Parallel()
-    from gla_ext.train.processes import Processes  # half a second, which one process does without
+    from gla_ext.train.processes import Processes  # imports for half a second
 
     device = given.get("device", "auto")
     return Processes(default_device() if device == "auto" else device)
 
 
 def run(given: dict[str, Any], parallel: Parallel) -> int:
-    """What the command line asks for, on these processes; its exit status."""
+    """Runs the training that the command line describes, on these processes; returns the exit
+    status.
+    """
     with parallel.joined():
         settings, options = parallel.from_first(lambda: _settings_and_options(given))
         parallel.lay_out(settings, options)
@@ -89,7 +91,7 @@ def run(given: dict[str, Any], parallel: Parallel) -> int:
 
 
 def _take(stack: contextlib.ExitStack, options: Options, parallel: Parallel) -> None:
-    """Holds the run's folder until the stack is closed."""
+    """Locks the run's folder until the stack is closed."""
     stack.enter_context(held(options.out))
     check_nothing_is_lost(options.out, options.resume, options.overwrite)
     parallel.tidy(options.out / CHECKPOINT, _resumes(options))
@@ -102,7 +104,7 @@ def _resumes(options: Options) -> bool:
 def _command_to_go_on(
     given: dict[str, Any], options: Options, launcher: tuple[str, ...] = Parallel.launcher
 ) -> list[str]:
-    """With what numbers depend on and the checkpoint does not hold, as far as it was given."""
+    """A command with the given options that affect numbers and are not in the checkpoint."""
     command = [*launcher, "-m", "gla_ext.train", "--out", str(options.out), "--resume"]
     if "device" in given:
         command += ["--device", given["device"]]
@@ -114,7 +116,7 @@ def _command_to_go_on(
 
 
 def _check_packages() -> None:
-    """Raises ImportError if a package that the run needs, be it at its end, is missing."""
+    """Raises ImportError if a package that the run needs, even only at its end, is missing."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(
@@ -168,7 +170,7 @@ def _run(
         trainer.save(checkpoint)  # from here on --resume knows the run's settings
     _print_start(trainer, corpus, options)
     signals.check()
-    # Compiled, the order would cost time, and kernels that are tuned would still be others.
+    # When compiled, a fixed order would cost time, and autotuning could still choose other kernels.
     unordered = options.compile or parallel.size > 1
     with contextlib.nullcontext() if unordered else in_fixed_order(device):
         speed = train(trainer, options, signals)
@@ -209,7 +211,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _finish(trainer: Trainer, corpus: Corpus, options: Options, speed: dict[str, float]) -> None:
-    """Writes the model, the metrics, the curve and the sample, and prints what came out."""
+    """Writes the model, the metrics, the curve and the sample, and prints the results."""
     bits = {
         "this model": trainer.evaluations[-1][1],
         "lzma": lzma_bits_per_byte(corpus.held_out),

@@ -1,7 +1,7 @@
-"""Text as bytes: where it comes from, which files are held out, and what simple coders pay for it.
+"""Text as bytes: its sources, the files that are held out, and the results of simple coders.
 
-A corpus is a set of documents (files). Byte 0 stands in front of each: text does not contain it,
-so it tells the model that a document starts, and predicting it is never charged.
+A corpus is a set of documents (files). Byte 0 is put before each. Text does not contain this byte,
+so it tells the model that a document starts; its own prediction does not count in the loss.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ VOCAB_SIZE = 256
 MAX_BYTES = 64 << 20
 HELD_OUT_FRACTION = 0.03
 MAX_HELD_OUT_BYTES = 128 << 10
-_GLANCE = 64 << 10  # bytes of a file too large to be read that say whether it is text
+_GLANCE = 64 << 10  # first bytes of a file too large to read, to decide if it is text
 
-# Not in the default corpus: other people's packages, tests (some systems leave them out), and the
-# codecs' generated tables, which are near copies of each other and would stand on both sides.
+# Folders that are not in the default corpus: other packages, tests (some systems leave them out),
+# and the codecs' generated tables. The tables are nearly equal, and would be in both parts.
 _SKIPPED_FOLDERS = frozenset(
     ("__pycache__", "dist-packages", "encodings", "idle_test", "site-packages", "test", "tests")
 )
@@ -37,7 +37,7 @@ _SKIPPED_FOLDERS = frozenset(
 class Corpus:
     """Documents, split into two parts that share none of them.
 
-    name: where they come from, for people.
+    name: source of the documents, for people.
     train, held_out: names and contents, in the order of a hash of the name.
     left_out: bytes of further text that did not fit.
     """
@@ -49,12 +49,12 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of every name and byte, in order, and of the split."""
+        """Hex digest of all names and contents, in order, and of the split."""
         digest = hashlib.sha256()
         for part in (self.train, self.held_out):
             digest.update(b"part")
             for name, text in part:
-                title = os.fsencode(name)  # which need not be UTF-8
+                title = os.fsencode(name)  # need not be UTF-8
                 digest.update(b"%d %d %b" % (len(title), len(text), title))
                 digest.update(text)
         return digest.hexdigest()
@@ -63,20 +63,20 @@ class Corpus:
 def load_corpus(path: str | Path | None = None, max_bytes: int = MAX_BYTES) -> Corpus:
     """Reads a corpus and splits it; the same files always give the same split.
 
-    Documents are taken in the order of a hash of their names, up to max_bytes. In that order each
-    is held out that still fits into min(3 % of the bytes, 128 KiB); if none does, the smallest is.
-    A single document is split in two instead, its tail of that size held out.
+    Documents are taken in the order of a hash of their names, up to max_bytes. In that order, each
+    document that still fits into min(3 % of the bytes, 128 KiB) is held out; if none does, the
+    smallest is. A single document is instead split in two, and its end of that size is held out.
 
     Args:
-        path: a text file, of which the first max_bytes are taken, or a folder of which every text
-            file is taken that fits, hidden ones and links aside. Default: the `*.py` files of this
-            Python's standard library, without its tests and codec tables.
-        max_bytes: upper limit of the corpus, bytes; no more are in memory. Default: 64 MiB.
+        path: a text file, of which the first max_bytes are taken, or a folder, of which every text
+            file that fits is taken, except hidden files and links. Default: the `*.py` files of
+            this Python's standard library, without its tests and codec tables.
+        max_bytes: upper limit of the corpus in bytes, and of its memory. Default: 64 MiB.
 
     Raises:
-        OSError: no such path, or one that cannot be read.
-        ValueError: neither a file nor a folder, a file that is not text, or too little text to
-            split (under 2 bytes).
+        OSError: if the path does not exist or cannot be read.
+        ValueError: if it is neither a file nor a folder, if a file is not text, or if there is too
+            little text to split (under 2 bytes).
     """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -90,11 +90,11 @@ def load_corpus(path: str | Path | None = None, max_bytes: int = MAX_BYTES) -> C
 
 
 def read_text_file(path: Path, max_bytes: int) -> tuple[bytes, int]:
-    """The first max_bytes of a text file, and how many bytes more it has.
+    """The first max_bytes of a text file, and the number of its further bytes.
 
     Raises:
-        OSError: no such file, or one that cannot be read.
-        ValueError: a pipe, a device, or a file that is not text.
+        OSError: if the file does not exist or cannot be read.
+        ValueError: for a pipe, a device, or a file that is not text.
     """
     try:
         mode = path.stat().st_mode
@@ -113,23 +113,23 @@ def read_text_file(path: Path, max_bytes: int) -> tuple[bytes, int]:
 
 
 def encode(documents: tuple[tuple[str, bytes], ...]) -> Tensor:
-    """The documents in one row, byte 0 before each: uint8 `[sum of (1 + length)]`."""
+    """The documents in one row, each after a byte 0: uint8 `[sum of (1 + length)]`."""
     row = b"".join(bytes([DOCUMENT_START]) + text for _, text in documents)
     return torch.frombuffer(bytearray(row), dtype=torch.uint8)
 
 
 class Batches:
-    """Training windows as a pure function of (seed, step): what a resumed run needs.
+    """Training windows as a pure function of (seed, step), which is all that a resumed run needs.
 
-    Each epoch lays a grid of windows over the stream, shifted by a random offset, and visits
-    them in random order; both follow from (seed, epoch).
+    Each epoch lays a grid of windows over the stream, shifted by a random offset, and visits the
+    windows in random order. Offset and order follow from (seed, epoch).
 
     Args:
         stream: uint8 `[n]`, from `encode`.
-        batch_size: windows a step.
-        seq_len: tokens of a window that a step takes, T; each also gives the token after it.
+        batch_size: windows per step.
+        seq_len: T, tokens of a window that a step takes; each also gives the token after it.
         seed: any whole number.
-        segments: steps a window, which has `segments * seq_len` tokens. Default: 1.
+        segments: steps per window, which has `segments * seq_len` tokens. Default: 1.
 
     Raises:
         ValueError: for a stream shorter than one window.
@@ -158,7 +158,7 @@ class Batches:
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def _start(self, window: int) -> int:
-        """Where the window with this running number starts in the stream."""
+        """The start in the stream of the window with this running number."""
         epoch, place = divmod(window, self.windows)
         if epoch != self._epoch:
             generator = torch.Generator("cpu").manual_seed(_seed(self.seed, epoch))
@@ -170,7 +170,7 @@ class Batches:
 
 
 def _seed(seed: int, epoch: int) -> int:
-    """A seed of 32 bits for any seed and epoch, since a CPU's generator reads no more."""
+    """A seed of 32 bits from any seed and epoch, since a CPU generator uses only 32."""
     number = (seed << 20) + epoch
     if 0 <= number < 1 << 32:
         return number
@@ -178,7 +178,7 @@ def _seed(seed: int, epoch: int) -> int:
 
 
 def lzma_bits_per_byte(documents: tuple[tuple[str, bytes], ...]) -> float:
-    """What lzma, at its strongest preset, needs for the documents in one piece, in bits a byte."""
+    """Size of all documents compressed by lzma at its strongest preset, in bits per byte."""
     text = b"".join(text for _, text in documents)
     return 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
 
@@ -186,9 +186,9 @@ def lzma_bits_per_byte(documents: tuple[tuple[str, bytes], ...]) -> float:
 def order0_bits_per_byte(
     train: tuple[tuple[str, bytes], ...], held_out: tuple[tuple[str, bytes], ...]
 ) -> float:
-    """Cross entropy of the held-out bytes under the training bytes' frequencies, in bits a byte.
+    """Cross entropy of the held-out bytes under the training bytes' frequencies, in bits per byte.
 
-    Every byte value counts once more than it was seen (Laplace), so that none costs infinity.
+    One is added to the count of every byte value (Laplace), so that none costs infinity.
     """
     counts, tested = (
         sum(torch.bincount(encode((document,))[1:], minlength=256) for document in part)
@@ -201,10 +201,10 @@ def order0_bits_per_byte(
 def _read_folder(
     root: Path, max_bytes: int, suffix: str = "", skipped: frozenset[str] = frozenset()
 ) -> tuple[list[tuple[str, bytes]], int]:
-    """Names, relative to a folder, and contents of the text files below it; links are passed over.
+    """Names (relative to the folder) and contents of the text files in a folder; links are ignored.
 
-    They are in the order of `_place` and of at most max_bytes. Also returns how many bytes of text
-    were left out; a file that does not fit is taken for text by its start.
+    They are in the order of `_place`, with at most max_bytes in all. Also returns how many bytes of
+    text were left out. For a file that does not fit, its first bytes decide if it is text.
     """
 
     def fail(error: OSError) -> NoReturn:
@@ -234,12 +234,12 @@ def _read_folder(
 
 
 def _place(name: str) -> bytes:
-    """What documents are ordered by."""
+    """The sort key of a document."""
     return hashlib.sha256(os.fsencode(name)).digest()
 
 
 def _split(name: str, documents: list[tuple[str, bytes]], left_out: int = 0) -> Corpus:
-    """Divides documents, in the order of `_place`, as `load_corpus` says."""
+    """Splits documents, in the order of `_place`, as documented for `load_corpus`."""
     if not documents:
         besides = " that fit" if left_out else ""
         raise ValueError(f"load_corpus: expected {name} to hold text files{besides}, got none")
@@ -259,7 +259,7 @@ def _split(name: str, documents: list[tuple[str, bytes]], left_out: int = 0) -> 
 
 
 def _fitting(documents: list[tuple[str, bytes]], max_bytes: int) -> list[tuple[str, bytes]]:
-    """The documents, taken one after the other, that fit into what is left of max_bytes."""
+    """The documents, taken in order, that fit into what is left of max_bytes."""
     taken, left = [], max_bytes
     for document in documents:
         if len(document[1]) <= left:
@@ -269,7 +269,7 @@ def _fitting(documents: list[tuple[str, bytes]], max_bytes: int) -> list[tuple[s
 
 
 def _held_out_bytes(total: int) -> int:
-    """How many of so many bytes are held out: 3 %, at least 1, at most 128 KiB."""
+    """The number of bytes to hold out of `total`: 3 %, at least 1, at most 128 KiB."""
     return max(1, min(int(total * HELD_OUT_FRACTION), MAX_HELD_OUT_BYTES))
 
 

@@ -1,7 +1,7 @@
-"""An update as one CUDA graph: forward, backward, clipping and the optimizer's part.
+"""An update as one CUDA graph: forward, backward, clipping and the optimizer's step.
 
-Small models are bound by the host, which queues some hundred kernels an update; a graph is one
-launch.
+The speed of small models is limited by the host, which launches hundreds of kernels per update. A
+graph is one launch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from gla_ext.decode import _capture
 
 
 def check_graph(device: torch.device) -> None:
-    """Raises ValueError, in words of the flag --cuda-graph, if updates there cannot be graphs."""
+    """Raises ValueError, which names the flag --cuda-graph, if updates on the device cannot be
+    graphs.
+    """
     if device.type != "cuda":
         raise ValueError(f"expected --device to be cuda with --cuda-graph, got {device}")
     if not _capture.can_capture():
@@ -28,14 +30,14 @@ def check_graph(device: torch.device) -> None:
 class GraphedUpdate:
     """An update that is recorded at its third call and replayed from then on.
 
-    The first calls are updates as well, on the stream that is then recorded: they compile what is
-    compiled, start up what libraries start up, and make the optimizer's state.
+    The first calls run updates too, on the stream that is recorded later: they compile code,
+    initialize libraries, and create the optimizer's state.
 
     Args:
-        update: `update(*batch)` queues a whole update and returns its loss. All else that it reads
-            and writes (weights, the optimizer's state, a learning rate in a tensor) must stay where
-            it is; gradients must be None when it begins. A change of modules or attributes takes
-            effect only after `reset`.
+        update: `update(*batch)` queues a whole update and returns its loss. All other tensors that
+            it reads and writes (weights, the optimizer's state, a learning rate in a tensor) must
+            keep their addresses; gradients must be None when it begins. A change of modules or
+            attributes only takes effect after `reset`.
         device: a CUDA device.
     """
 
@@ -45,7 +47,7 @@ class GraphedUpdate:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the graph, as when the optimizer's state has been replaced."""
+        """Drops the graph; needed if the optimizer's state has been replaced."""
         self._graph: _capture.Graph | None = None
         self._batch: tuple[Tensor, ...] = ()
         self._loss = torch.empty(())
@@ -60,10 +62,10 @@ class GraphedUpdate:
         """Queues an update on a batch of tensors, of the same shapes in every call.
 
         Returns:
-            The loss, a scalar that the next call writes over.
+            The loss, a scalar tensor that the next call overwrites.
 
         Raises:
-            ValueError: for a batch of other shapes than the first.
+            ValueError: for a batch of other shapes than the first one's.
             NotImplementedError: for an update that draws random numbers.
         """
         self._take(batch)
@@ -74,7 +76,7 @@ class GraphedUpdate:
         return self._loss
 
     def _take(self, batch: tuple[Tensor, ...]) -> None:
-        """Puts a batch where the graph reads it."""
+        """Copies a batch into the tensors that the graph reads."""
         if not self._batch:
             self._batch = tuple(torch.empty_like(x) for x in batch)
         for own, x in zip(self._batch, batch, strict=True):
@@ -86,7 +88,7 @@ class GraphedUpdate:
             own.copy_(x)
 
     def _first_calls(self) -> None:
-        """An update that is not replayed, or the recording of one, which does nothing yet."""
+        """Runs an update without a graph, or records one, which does not yet run it."""
 
         def update() -> None:
             self._loss = self._update(*self._batch)

@@ -19,12 +19,11 @@ class Interrupted(Exception):
 
 
 class StopSignals:
-    """While in use, the first SIGINT or SIGTERM is noted in `number`; a second one kills.
+    """While active, the first SIGINT or SIGTERM is stored in `number`; a second one kills the
+    process.
 
-    A signal that any process got stops all, at the same point: every one asks as often.
-
-    Args:
-        parallel: the run's processes. Default: this one alone.
+    A signal to any of the run's processes stops all of them at the same point, because all of them
+    check equally often.
     """
 
     number: int | None = None
@@ -56,9 +55,9 @@ class StopSignals:
 
 
 def train(trainer: Trainer, options: Options, signals: StopSignals) -> dict[str, float]:
-    """Trains to the last step, saving on the way; returns what `metrics.json` says of the time.
+    """Trains to the last step and saves checkpoints; returns the times for `metrics.json`.
 
-    The speed is that of the steps, without evaluations, checkpoints and the first step, which
+    The speed counts only steps, without evaluations, checkpoints and the first step, which
     compiles.
     """
     from tqdm import tqdm
@@ -80,7 +79,7 @@ def train(trainer: Trainer, options: Options, signals: StopSignals) -> dict[str,
                 trainer.update()
                 done = trainer.step - first
                 reads = done == 1 or not all(trainer.step % n for n in pauses)
-                loss = _finite_loss(trainer) if reads else 0.0  # reading waits for a GPU
+                loss = _finite_loss(trainer) if reads else 0.0  # reading it waits for a GPU
                 if done == 1:
                     first_seconds = time.perf_counter() - start
                 else:
@@ -99,7 +98,7 @@ def train(trainer: Trainer, options: Options, signals: StopSignals) -> dict[str,
 
 
 def _finite_loss(trainer: Trainer) -> float:
-    """The mean of the last losses in bits a byte; raises ValueError if it is not finite."""
+    """The mean of the last losses in bits per byte; raises ValueError if it is not finite."""
     loss = trainer.recent_loss()
     if not math.isfinite(loss):
         raise ValueError(

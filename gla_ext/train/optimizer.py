@@ -12,19 +12,13 @@ def optimizer_of(
 ) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices, none on norms and biases.
 
-    Args:
-        model: what is trained.
-        lr: learning rate.
-        weight_decay: that of matrices.
-        graph_on: the device where its step may be recorded in a CUDA graph; the learning rate is
-            then a tensor there. Default: None (it is a number).
+    graph_on is the device on which the optimizer's step may be recorded in a CUDA graph; the
+    learning rate is then a tensor there. Default: None (the rate is a number).
     """
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    decays = ((matrices, weight_decay), (vectors, 0.0))
+    groups = [{"params": params, "weight_decay": decay} for params, decay in decays]
     rate: float | Tensor = lr
     if graph_on is not None:
         rate = torch.tensor(lr, dtype=torch.float32, device=graph_on)
@@ -36,8 +30,8 @@ def optimizer_of(
 
 
 def _count_writes(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Moves on the versions of parameters, by which `Engine` and `Decoder` see a changed model. A
-    fused step does not do that itself (torch 2.11).
+    """Increases the version counters of parameters, by which `Engine` and `Decoder` notice a
+    changed model. A fused step does not do that itself (torch 2.11).
     """
     every = (p for group in optimizer.param_groups for p in group["params"])
     increment_version([p for p in every if p.grad is not None])

@@ -1,4 +1,4 @@
-"""How a training run lies on its processes, and what these agree on."""
+"""How a training run is divided over its processes, and how these communicate."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from gla_ext.train.presets import Options, Settings
 
 Batches = Callable[[int], tuple[Tensor, Tensor]]
 Tensors = dict[str, Tensor]
-Tags = dict[str, Any]  # what a file has beside its tensors
+Tags = dict[str, Any]  # metadata of a file
 Result = TypeVar("Result")
 
 
 class Parallel:
-    """One process, which has all of a run on one device.
+    """A run in one process, on one device.
 
-    `gla_ext.train.processes.Processes` is what several have, which all call these methods at the
-    same points.
+    `gla_ext.train.processes.Processes` is the class for several processes. All of them call these
+    methods at the same points.
 
     Attributes:
-        size: how many there are.
-        launcher: what starts them on a command line.
+        size: number of processes.
+        launcher: command that starts them.
         autocasts: whether autocast chooses the dtype of products.
-        arguments: of the model's call in a step.
+        arguments: keyword arguments of the model's call in a step.
     """
 
     size = 1
@@ -42,11 +42,11 @@ class Parallel:
         self.arguments: dict[str, Any] = {}
 
     def joined(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the processes can talk to each other, and the first alone prints."""
+        """While active, the processes can communicate, and only the first one prints."""
         return contextlib.nullcontext()
 
     def lay_out(self, settings: Settings, options: Options) -> None:
-        """Chooses what each process has of a run; raises ValueError for sizes that do not fit."""
+        """Chooses each process's part of a run; raises ValueError for sizes that do not fit."""
         for name in ("tensor_parallel", "context_parallel"):
             if getattr(options, name) > 1:
                 flag = "--" + name.replace("_", "-")
@@ -56,7 +56,9 @@ class Parallel:
                 )
 
     def from_first(self, function: Callable[[], Result]) -> Result:
-        """What a function gives on the first process, or its error, on every one."""
+        """Calls a function on the first process and returns its result, or raises its error, on
+        all.
+        """
         return function()
 
     def largest(self, number: int) -> int:
@@ -68,7 +70,9 @@ class Parallel:
         return x
 
     def tidy(self, checkpoint: Path, resumes: bool) -> None:
-        """Removes what earlier runs of several processes left, but for what is gone on from."""
+        """Removes checkpoint folders of earlier runs with several processes, except one to resume
+        from.
+        """
 
     def own_part(self, batches: Batches) -> Batches:
         """This process's part of each batch."""
@@ -77,11 +81,13 @@ class Parallel:
     def prepare(
         self, model: nn.Module, loss: Callable[..., Tensor], dtype: torch.dtype, compiled: bool
     ) -> Callable[..., Tensor]:
-        """Shares out a model's parameters; returns the loss, compiled where that is asked for."""
+        """Shards a model's parameters if there are several processes; returns the loss, compiled if
+        requested.
+        """
         return torch.compile(loss, fullgraph=True, dynamic=False) if compiled else loss
 
     def evaluating(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model is called without gradients, with a cache."""
+        """While active, the model is called without gradients, with a cache."""
         return contextlib.nullcontext()
 
     def gather(self, model: nn.Module) -> nn.Module:
@@ -108,9 +114,9 @@ class Parallel:
         """Puts a checkpoint into model and optimizer.
 
         Args:
-            model, optimizer: what `write` was given.
-            tensors: those of the file.
-            folder: of torch's distributed checkpoint beside the file, if several processes wrote.
+            model, optimizer: the arguments of `write`.
+            tensors: the tensors of the file.
+            folder: torch's distributed checkpoint next to the file, if several processes wrote it.
         """
         if folder is not None:
             tensors = tensors | read_whole(folder)
@@ -126,10 +132,10 @@ ONE_PROCESS = Parallel()
 
 
 def read_whole(folder: Path) -> Tensors:
-    """Every tensor of a distributed checkpoint, whole, on the CPU, in one process.
+    """All tensors of a distributed checkpoint, unsharded, on the CPU, in one process.
 
     Raises:
-        FileNotFoundError: no such checkpoint.
+        FileNotFoundError: if there is no such checkpoint.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -143,5 +149,5 @@ def read_whole(folder: Path) -> Tensors:
 
 
 def under(prefix: str, tensors: Tensors) -> Tensors:
-    """The tensors whose names start with prefix, without it."""
+    """The tensors whose names start with prefix; the prefix is removed from the names."""
     return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""The picture of a training run."""
+"""The plot of a training run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,8 @@ if TYPE_CHECKING:
 
 
 def plot_losses(path: str | Path, trainer: Trainer, bits_per_byte: dict[str, float]) -> None:
-    """Draws the training loss, the held-out evaluations and what other coders pay, as PNG.
-
-    Args:
-        path: the file to write.
-        trainer: a run; its losses up to its step are drawn.
-        bits_per_byte: names and held-out bits a byte, drawn as lines; 'this model' is not.
+    """Draws, as PNG, the training loss up to a run's step, the held-out evaluations, and lines for
+    the results of coders other than 'this model'; all in bits per byte.
     """
     import matplotlib
 

@@ -1,10 +1,10 @@
-"""What a training run may be told, what it does on each kind of device, and the flags."""
+"""The options of a training run, their values for each kind of device, and the flags."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from gla_ext.train.data import DOCUMENT_START, MAX_BYTES, VOCAB_SIZE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SCHEDULES = ("linear", "cosine")
+_OUT = Path("runs/gla-bytes")
 
 
 def check_at_least(options: Any, **minima: float) -> None:
@@ -26,43 +27,56 @@ def check_at_least(options: Any, **minima: float) -> None:
             raise ValueError(f"expected {flag} to be at least {minimum}, got {value}")
 
 
+def _flag(default: Any, text: str, shown: str | None = None, **kwargs: Any) -> Any:
+    """A dataclass field with its flag. `text`: the words of --help. `shown`: the default in words,
+    if no preset's value can be shown (`{name}` is a GPU's value of that name). The rest is for
+    argparse.
+    """
+    return field(default=default, metadata={"text": text, "shown": shown, "kwargs": kwargs})
+
+
+def _switch(default: bool, text: str, shown: str = "no", action: Any = None) -> Any:
+    """A `_flag` with the two forms --NAME and --no-NAME."""
+    return _flag(default, text, shown, action=action or argparse.BooleanOptionalAction)
+
+
 @dataclass
 class Settings:
-    """What decides the numbers of a run; a checkpoint carries them, and the digest of its text.
+    """The options that determine a run's numbers; a checkpoint stores them, with a digest of the
+    text.
 
-    data: text file or folder; None is the standard library's source.
-    dtype: of the products, 'float32' or 'bfloat16' (autocast).
-    steps, batch_size, seq_len: each step takes batch_size windows of seq_len bytes.
-    hidden_size, layers, heads: the model's.
-    use_short_conv: whether its q, k and v pass short convolutions.
-    segments: steps that follow each other in a window of segments * seq_len bytes, the states
-        handed on: truncated backpropagation, see `gla_ext.train.segments`.
-    packed: whether each document starts from no state, or from where the one before it ended.
-    lr: peak learning rate; it rises linearly over `warmup` steps and falls to 0.
-    schedule: how it falls, 'linear' or 'cosine' (half a period).
-    weight_decay: of the matrices. grad_clip: largest gradient norm, 0 for any.
-    eval_every: steps between evaluations; 0 is a quarter of the steps, 250 at least.
-    seed: of the initial weights, the batches and the sample.
+    With segments, each starts from the states of the one before, without a gradient (truncated
+    backpropagation): see `gla_ext.train.segments`. The learning rate rises linearly over `warmup`
+    steps and falls to 0.
     """
 
-    data: str | None = None
-    dtype: str = "float32"
-    steps: int = 2000
-    batch_size: int = 8
-    seq_len: int = 128
-    hidden_size: int = 128
-    layers: int = 3
-    heads: int = 2
-    use_short_conv: bool = False
-    segments: int = 1
-    packed: bool = False
-    lr: float = 3e-3
-    schedule: str = "linear"
-    warmup: int = 100
-    weight_decay: float = 0.1
-    grad_clip: float = 1.0
-    eval_every: int = 0
-    seed: int = 0
+    data: str | None = _flag(
+        None,
+        f"text file, or folder of text files; up to {MAX_BYTES >> 20} MiB",
+        "the source files of Python's standard library",
+        type=str,
+    )
+    dtype: str = _flag("float32", "of the products, bfloat16 by autocast", choices=list(DTYPES))
+    steps: int = _flag(2000, "optimizer steps in all")
+    batch_size: int = _flag(8, "windows a step, of all processes")
+    seq_len: int = _flag(128, "bytes a window")
+    hidden_size: int = _flag(128, "model width")
+    layers: int = _flag(3, "number of blocks")
+    heads: int = _flag(2, "heads a layer")
+    use_short_conv: bool = _switch(False, "short convolutions on q, k and v")
+    segments: int = _flag(
+        1, "steps a window: each goes on from the state that the one before ended with"
+    )
+    packed: bool = _switch(False, "each document starts from no state")
+    lr: float = _flag(3e-3, "peak learning rate")
+    schedule: str = _flag("linear", "how the learning rate falls", choices=SCHEDULES)
+    warmup: int = _flag(100, "steps of linear warm-up")
+    weight_decay: float = _flag(0.1, "weight decay of the matrices")
+    grad_clip: float = _flag(1.0, "largest gradient norm, 0 for any")
+    eval_every: int = _flag(
+        0, "steps between evaluations", "a quarter of the steps, 250 at least; GPU: {eval_every}"
+    )
+    seed: int = _flag(0, "seed of weights, batches and sample")
 
     def __post_init__(self) -> None:
         check_at_least(self, steps=0, batch_size=1, seq_len=1, hidden_size=1, layers=1, heads=1)
@@ -96,21 +110,25 @@ class Settings:
 
 @dataclass
 class Options:
-    """What a resumed run may change: on one device `compile` and `cuda_graph` alone alter numbers,
-    by rounding.
+    """The options that a resumed run may change. On one device only `compile` and `cuda_graph`
+    alter numbers, by rounding.
     """
 
-    out: Path = Path("runs/gla-bytes")
-    resume: bool = False
-    overwrite: bool = False
-    device: str = "auto"
-    compile: bool = False
-    cuda_graph: bool = False
-    prompt: str = "def "
-    sample_bytes: int = 400
-    save_every: int = 200
-    tensor_parallel: int = 1
-    context_parallel: int = 1
+    out: Path = _flag(_OUT, "folder for what the run writes, and for no other run meanwhile")  # noqa: RUF009
+    resume: bool = _switch(
+        False,
+        "go on from the checkpoint in --out, with more --steps also after the last",
+        action="store_true",
+    )
+    overwrite: bool = _switch(False, "write over an earlier run in --out", action="store_true")
+    device: str = _flag("auto", "auto takes a GPU if gla_ext has CUDA operators")
+    compile: bool = _switch(False, "use torch.compile", "no; GPU: yes")
+    cuda_graph: bool = _switch(False, "make each step one CUDA graph, on a GPU")
+    prompt: str = _flag("def ", "text that the sample continues", "'def '")
+    sample_bytes: int = _flag(400, "longest sample, bytes")
+    save_every: int = _flag(200, "steps between checkpoints")
+    tensor_parallel: int = _flag(1, "processes that share each layer's heads and channels")
+    context_parallel: int = _flag(1, "processes that share each window's bytes")
 
     def __post_init__(self) -> None:
         check_at_least(self, sample_bytes=0, save_every=1, tensor_parallel=1, context_parallel=1)
@@ -130,8 +148,8 @@ PRESETS = {
     # 0.86 M parameters, 2 M bytes seen: two to three minutes on two cores.
     "cpu": Preset(Settings(), Options()),
     # 50 M parameters with K = 128 and V = 256 a head, 39 M bytes seen: a minute on an H200,
-    # compiling included. That is four passes over the standard library; 1,800 steps, six passes,
-    # learned it by heart: 1.16 bits per held-out byte in place of 1.11.
+    # including compilation. That is four passes over the standard library. With 1,800 steps (six
+    # passes) the model memorized it: 1.16 bits per held-out byte instead of 1.11.
     "cuda": Preset(
         Settings(
             dtype="bfloat16",
@@ -157,7 +175,7 @@ def preset(device: str) -> Preset:
 
 
 def describe(settings: Settings, options: Options) -> str:
-    """One line: every default of the device's preset, and after it what differs in this run."""
+    """One line: every default of the device's preset, then the values that differ in this run."""
     kind = torch.device(options.device).type
     wanted = _values(PRESETS[kind].settings, PRESETS[kind].options)
     line = ", ".join(f"{name} {value}" for name, value in wanted.items())
@@ -170,63 +188,26 @@ def describe(settings: Settings, options: Options) -> str:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The command line. What is left out is absent from the result, so that presets can fill it."""
+    """The command line. Options that are not given are absent, so that presets can supply them."""
     parser = argparse.ArgumentParser(
         prog="python -m gla_ext.train",
         description="trains a byte-level GLA language model on text, from one command.",
         argument_default=argparse.SUPPRESS,
     )
     cpu, cuda = ({**vars(p.settings), **vars(p.options)} for p in PRESETS.values())
-
-    def add(flag: str, text: str, default: Any = None, **kwargs: Any) -> None:
-        name = flag.removeprefix("--").replace("-", "_")
-        if default is None:
-            default = cpu[name] if cpu[name] == cuda[name] else f"{cpu[name]}; GPU: {cuda[name]}"
-        kind = {} if "action" in kwargs else {"type": type(cpu[name])}
-        parser.add_argument(flag, **{**kind, **kwargs}, help=f"{text} (default: {default})")
-
-    library = "the source files of Python's standard library"
-    limit = f"{MAX_BYTES >> 20} MiB"
-    add("--data", f"text file, or folder of text files; up to {limit}", library, type=str)
-    add("--out", "folder for what the run writes, and for no other run meanwhile")
-    resume = "go on from the checkpoint in --out, with more --steps also after the last"
-    add("--resume", resume, "no", action="store_true")
-    add("--overwrite", "write over an earlier run in --out", "no", action="store_true")
-    add("--steps", "optimizer steps in all")
-    add("--batch-size", "windows a step, of all processes")
-    add("--seq-len", "bytes a window")
-    add("--segments", "steps a window: each goes on from the state that the one before ended with")
-    packed = "each document starts from no state"
-    add("--packed", packed, "no", action=argparse.BooleanOptionalAction)
-    add("--hidden-size", "model width")
-    add("--layers", "number of blocks")
-    add("--heads", "heads a layer")
-    convolutions = "short convolutions on q, k and v"
-    add("--use-short-conv", convolutions, "no", action=argparse.BooleanOptionalAction)
-    add("--lr", "peak learning rate")
-    add("--schedule", "how the learning rate falls", choices=SCHEDULES)
-    add("--warmup", "steps of linear warm-up")
-    add("--weight-decay", "weight decay of the matrices")
-    add("--grad-clip", "largest gradient norm")
-    add("--seed", "seed of weights, batches and sample")
-    add("--dtype", "of the products", choices=list(DTYPES))
-    add("--device", "auto takes a GPU if gla_ext has CUDA operators")
-    compiled = "no; GPU: yes"
-    add("--compile", "use torch.compile", compiled, action=argparse.BooleanOptionalAction)
-    graph = "make each step one CUDA graph, on a GPU"
-    add("--cuda-graph", graph, "no", action=argparse.BooleanOptionalAction)
-    add("--prompt", "text that the sample continues", repr(cpu["prompt"]))
-    add("--sample-bytes", "longest sample, bytes")
-    quarter = f"a quarter of the steps, 250 at least; GPU: {cuda['eval_every']}"
-    add("--eval-every", "steps between evaluations", quarter)
-    add("--save-every", "steps between checkpoints")
-    add("--tensor-parallel", "processes that share each layer's heads and channels")
-    add("--context-parallel", "processes that share each window's bytes")
+    for option in (*fields(Settings), *fields(Options)):
+        name, told = option.name, option.metadata
+        default = cpu[name] if cpu[name] == cuda[name] else f"{cpu[name]}; GPU: {cuda[name]}"
+        kind = {} if "action" in told["kwargs"] else {"type": type(cpu[name])}
+        if told["shown"] is not None:
+            default = told["shown"].format(**cuda)
+        text = f"{told['text']} (default: {default})"
+        parser.add_argument("--" + name.replace("_", "-"), **{**kind, **told["kwargs"]}, help=text)
     return parser
 
 
 def _values(settings: Settings, options: Options) -> dict[str, Any]:
-    """What the table decides, under the names of the flags."""
+    """The values that presets determine, under the names of the flags."""
     values = asdict(settings)
     del values["data"]
     values |= {name: getattr(options, name) for name in ("compile", "cuda_graph", "save_every")}

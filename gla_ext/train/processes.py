@@ -1,6 +1,6 @@
-"""A training run on many processes, that torchrun starts: FSDP2, tensor and context parallel.
+"""A training run on several processes that torchrun starts: FSDP2, tensor and context parallelism.
 
-Every rank runs the same steps; the first alone prints and writes what is not sharded.
+Every rank runs the same steps. Only the first one prints, and writes files that are not sharded.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Processes(Parallel):
     """A run whose model, optimizer and data are divided over the ranks of a mesh.
 
     Args:
-        device: 'cpu', or a CUDA device, in whose place each rank takes its own.
+        device: 'cpu', or a CUDA device; each rank then uses its own instead.
     """
 
     launcher = ("torchrun", "--nproc-per-node", "N")
-    autocasts = False  # FSDP2's policy has the dtype
+    autocasts = False  # FSDP2's policy sets the dtype
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Processes(Parallel):
         """Chooses the mesh, and the device of the options.
 
         Args:
-            settings: the run's; batch_size is that of all ranks.
+            settings: settings of the run; batch_size counts the windows of all ranks.
             options: cuda_graph, tensor_parallel, context_parallel.
 
         Raises:
@@ -110,7 +110,7 @@ class Processes(Parallel):
         return int(of_all)
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean in float64, in which that of equal float32 values is the value itself."""
+        """The mean in float64, so that the mean of equal float32 values is exactly that value."""
         total = x.to(torch.float64, copy=True)
         dist.all_reduce(total)
         return total / self.size
@@ -134,7 +134,7 @@ class Processes(Parallel):
     def prepare(
         self, model: nn.Module, loss: Callable[..., Tensor], dtype: torch.dtype, compiled: bool
     ) -> Callable[..., Tensor]:
-        """Compiled, every block is a graph of its own in a step; evaluations are eager."""
+        """With `compiled`, every block is its own graph in a step; evaluations are eager."""
         if self.mesh["tp"].size() > 1:
             parallelize_module(model, self.mesh["tp"], tensor_parallel_plan(model))
         dtype = None if dtype == torch.float32 else dtype
@@ -152,10 +152,10 @@ class Processes(Parallel):
 
     @contextlib.contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """Blocks are not compiled here: with a cache each would be a graph of its own."""
+        """Runs without compilation: with a cache, each block would compile another graph."""
         with torch.compiler.set_stance("force_eager"):
             yield
-        for module in model.modules():  # no backward comes, which would do so
+        for module in model.modules():  # there is no backward, which would do this
             if isinstance(module, FSDPModule):
                 module.reshard()
 
@@ -170,14 +170,14 @@ class Processes(Parallel):
     def write(
         self, path: Path, model: nn.Module, optimizer: Optimizer, tensors: Tensors, metadata: Tags
     ) -> None:
-        """Writes torch's distributed checkpoint into a folder beside `path`, and then `path`, which
-        names it: at any moment `path` is the old checkpoint or the new one.
+        """Writes torch's distributed checkpoint into a folder next to `path`. Then writes `path`,
+        which names the folder: at any moment `path` is the old checkpoint or the new one.
         """
         step = metadata["step"]
         folder = path.parent / f"checkpoint-{step}.dcp"
         first = dist.get_rank() == 0
         named = read_metadata(path).get("sharded") if first and path.exists() else None
-        if first and named == folder.name:  # of this step, but other settings
+        if first and named == folder.name:  # same step, but other settings
             folder = path.parent / f"checkpoint-{step}b.dcp"
         folder = Path(self.from_first(lambda: str(folder)))
         if first and folder.exists():
@@ -196,7 +196,7 @@ class Processes(Parallel):
         if folder is not None:
             dcp.load(own, checkpoint_id=folder)
         for name, x in own.items():
-            if folder is None and name in tensors:  # of a run of one process
+            if folder is None and name in tensors:  # written by a run of one process
                 x.copy_(cut_as(x, tensors[name].to(self.device)))
             if name.startswith("optimizer."):
                 parameter, key = name.removeprefix("optimizer.").rsplit(".", 1)
@@ -205,7 +205,7 @@ class Processes(Parallel):
 
 @contextlib.contextmanager
 def quiet_but_first() -> Iterator[None]:
-    """Leaves standard output and error to the first rank."""
+    """Discards standard output and error on all ranks except the first."""
     if dist.get_rank() == 0:
         yield
         return
@@ -217,7 +217,7 @@ def quiet_but_first() -> Iterator[None]:
 
 
 def sharded_tensors(model: nn.Module, optimizer: Optimizer) -> Tensors:
-    """Model and optimizer under the names of a one-process checkpoint, as they are sharded."""
+    """The shards of model and optimizer, under the names of a one-process checkpoint."""
     tensors = {}
     for name, parameter in model.named_parameters():
         tensors[f"model.{name}"] = parameter.detach()

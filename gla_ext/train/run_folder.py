@@ -1,6 +1,7 @@
-"""The folder of a training run: held by one process, cleared of leftovers, not overwritten unasked.
+"""The folder of a training run: locked by one process, cleared of leftovers, and not overwritten by
+accident.
 
-A run's files lie in it: checkpoint.safetensors, and at the end the model and what RESULTS names.
+It holds a run's files: checkpoint.safetensors, and at the end the model and the files in RESULTS.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Makes the folder and keeps other runs out of it; removes what a killed run left half written.
+    """Makes the folder and locks it against other runs; removes files that a killed run left
+    partial.
 
-    The lock is on a file in it, which stays there. The kernel releases it with the process, however
-    that ends.
+    The lock is on a file in the folder, which is not removed. The kernel releases the lock when the
+    process ends, in any way.
 
     Raises:
         NotADirectoryError: if something other than a folder is there.
@@ -69,16 +71,18 @@ def folders(out: Path) -> list[Path]:
 
 
 def remove_folders(out: Path, but: str | None) -> None:
-    """Removes them, but for the one that the checkpoint file names: what a kill left, and older."""
+    """Removes these folders, partial or old, except `but`, the one that the checkpoint file
+    names.
+    """
     for folder in folders(out):
         if folder.name != but:
             shutil.rmtree(folder)
 
 
 def check_nothing_is_lost(folder: Path, resume: bool, overwrite: bool) -> None:
-    """Raises ValueError if a run there would write over another's files without being told to.
+    """Raises ValueError if a run there would overwrite another run's files without being told to.
 
-    A checkpoint of step 0 is no loss.
+    A checkpoint of step 0 may be overwritten.
     """
     checkpoint = folder / CHECKPOINT
     if overwrite or (resume and checkpoint.exists()):

@@ -1,9 +1,9 @@
-"""Training on sequences longer than a step's: truncated backpropagation, and packed documents.
+"""Training on sequences longer than those of one step: truncated backpropagation, packed documents.
 
-A window of `segments * seq_len` tokens is trained on in as many steps. Each goes on from the states
-that the one before ended with, and no gradient passes from one to the other (Williams and Peng,
-1990; the GLA paper trains so on 24K tokens, by 12 segments of 2K). Packed, every document starts
-from no state: a batch is one row, in which `cu_seqlens` says where documents start.
+A window of `segments * seq_len` tokens is trained on in as many steps. Each step starts from the
+states at the end of the one before, and no gradient passes between them (Williams and Peng, 1990;
+the GLA paper trains this way on 24K tokens, in 12 segments of 2K). With packing, every document
+starts from a zero state: a batch is one row, and `cu_seqlens` are the offsets of its documents.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla_ext.cache import GLACache
-from gla_ext.cache._key_values import tensors_in
+from gla_ext.cache._key_values import map_entry, tensors_in
 from gla_ext.train.data import DOCUMENT_START
 
-States = list[dict[str, Any]]  # an entry a layer, as in a GLACache
+States = list[dict[str, Any]]  # one entry per layer, as in a GLACache
 
 
 class PackedRows(NamedTuple):
-    """Where documents start in a batch `[B, T]` that is read as one row `[1, B * T]`.
+    """The documents of a batch `[B, T]` that is read as one row `[1, B * T]`.
 
-    cu_seqlens: int32 `[N + 1]`, offsets of the documents; at the end there may be empty ones.
-    first, last: int64 `[B]`, the number of each row's first and last document.
+    cu_seqlens: int32 `[N + 1]`, offsets of the documents; the last ones may be empty.
+    first, last: int64 `[B]`, the index of each row's first and last document.
     goes_on: bool `[B]`, whether a row's first document started before the row.
     """
 
@@ -42,7 +42,7 @@ def pack_rows(inputs: Tensor, capacity: int) -> PackedRows:
 
     Args:
         inputs: int64 `[B, T]`; a document starts at every byte 0, and one at each row's start.
-        capacity: N, as many documents as there are or more.
+        capacity: N, at least the number of documents.
     """
     B, T = inputs.shape
     starts = inputs == DOCUMENT_START
@@ -51,7 +51,7 @@ def pack_rows(inputs: Tensor, capacity: int) -> PackedRows:
     number = starts.cumsum(0) - 1
     cu_seqlens = torch.full((capacity + 1,), B * T, dtype=torch.int32, device=inputs.device)
     tokens = torch.arange(B * T, dtype=torch.int32, device=inputs.device)
-    # Tokens inside a document write the end of the row at the last offset, where it is already.
+    # Tokens inside a document write B * T to the last offset, which has that value already.
     cu_seqlens.scatter_(0, number.where(starts, capacity), tokens.where(starts, B * T))
     number = number.view(B, T)
     return PackedRows(cu_seqlens, number[:, 0], number[:, -1], goes_on)
@@ -67,23 +67,19 @@ def most_documents(stream: Tensor, batch_size: int, seq_len: int) -> int:
 def forward(
     model: nn.Module, inputs: Tensor, states: States | None, rows: PackedRows | None
 ) -> tuple[Tensor, States]:
-    """Logits, and the states after the tokens.
+    """Logits `[B, T, vocab_size]` for inputs, int64 `[B, T]`, and the states of each row after its
+    last token.
 
     Args:
-        model: a `GLAForCausalLM`.
-        inputs: int64 `[B, T]`.
-        states: of each row before its first token, from the call before. None: no state.
-        rows: of `pack_rows`. None: a row is one sequence.
-
-    Returns:
-        Logits `[B, T, vocab_size]`, and the states of each row after its last token.
+        states: states of each row before its first token, from the previous call. None: zero.
+        rows: result of `pack_rows`. None: each row is one sequence.
     """
     B, T = inputs.shape
     cache, cu_seqlens = GLACache(), None
     if rows is not None:
         inputs, cu_seqlens = inputs.view(1, B * T), rows.cu_seqlens
         if states is not None:
-            states = [_each(lambda x: _spread(x, rows), entry) for entry in states]
+            states = [map_entry(lambda x: _spread(x, rows), entry) for entry in states]
     for layer_idx, entry in enumerate(states or ()):
         cache.update(layer_idx=layer_idx, offset=0, **entry)
     logits = model(
@@ -95,17 +91,16 @@ def forward(
 
 
 class SegmentedLoss:
-    """The loss of a step whose rows go on where the step before ended.
+    """The loss of a step whose rows continue where the previous step ended.
 
     Args:
-        model: the model.
-        loss: `loss(logits, targets)`, a scalar, of `[B, T, vocab_size]` and int64 `[B, T]`.
-        segments: steps a window; 1 hands nothing on.
-        documents: what `most_documents` says of the text, where each document starts from no
-            state; 0 where states run on from one document to the next. Default: 0.
+        loss: `loss(logits, targets)`, a scalar, for `[B, T, vocab_size]` and int64 `[B, T]`.
+        segments: steps per window; with 1, no states are passed on.
+        documents: result of `most_documents` for the text, if each document starts from a zero
+            state; 0 if states continue from one document to the next. Default: 0.
         compiled: whether a step is compiled, in one graph. Default: False.
-        autocast: a context for the model's call. Default: none.
-        in_place: keep states in tensors that stay, as a CUDA graph needs. Default: False.
+        autocast: makes a context for the model's call. Default: none.
+        in_place: keep states in tensors that never move, as a CUDA graph needs. Default: False.
     """
 
     def __init__(
@@ -126,24 +121,26 @@ class SegmentedLoss:
         self.states: States | None = None
 
     def __call__(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of a step, counted from 0, which follows the one before; keeps the states."""
+        """The loss of a step, counted from 0, which must follow the previous one; keeps the
+        states.
+        """
         if step % self.segments == 0:
             self.states = None
         rows = pack_rows(inputs, self.documents) if self.documents else None
         states = self.states
-        if self._in_place and states:  # backward reads them after they have been written over
-            states = [_each(Tensor.clone, entry) for entry in states]
+        if self._in_place and states:  # backward reads them after they are overwritten
+            states = [map_entry(Tensor.clone, entry) for entry in states]
         loss, states = self._run(inputs, targets, states, rows)
         if self.segments > 1:
-            self.states = self._keep([_each(Tensor.detach, entry) for entry in states])
+            self.states = self._keep([map_entry(Tensor.detach, entry) for entry in states])
         return loss
 
     def _keep(self, states: States) -> States:
-        """States, or the tensors that stay with these states in them."""
+        """The states, or with in_place the permanent tensors, into which they are copied."""
         if not self._in_place:
             return states
         if not self._kept:
-            self._kept = [_each(Tensor.clone, entry) for entry in states]
+            self._kept = [map_entry(Tensor.clone, entry) for entry in states]
         for own, new in zip(self._kept, states, strict=True):
             for kept, x in zip(tensors_in(own), tensors_in(new), strict=True):
                 kept.copy_(x)
@@ -161,7 +158,9 @@ class SegmentedLoss:
         return self._of_logits(logits, targets), states or []
 
     def tensors(self, step: int) -> dict[str, Tensor]:
-        """What the next step needs and a checkpoint must hold: nothing at a window's start."""
+        """The states that the next step needs and a checkpoint must hold; none at a window's
+        start.
+        """
         if self.states is None or step % self.segments == 0:
             return {}
         found = {}
@@ -172,7 +171,7 @@ class SegmentedLoss:
         return found
 
     def load(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """Takes back what `tensors` gave."""
+        """Restores the states that `tensors` returned."""
         self.states = [] if tensors else None
         layers = 1 + max((int(name.split(".")[0]) for name in tensors), default=-1)
         for layer in range(layers):
@@ -183,16 +182,9 @@ class SegmentedLoss:
 
 
 def _spread(x: Tensor, rows: PackedRows) -> Tensor:
-    """States of rows, `[B, ..]`, as those of their first documents, `[N, ..]`, the others 0."""
+    """Copies states of rows, `[B, ..]`, to the rows' first documents, `[N, ..]`; other states are
+    0.
+    """
     goes_on = rows.goes_on.view(-1, *(1,) * (x.ndim - 1))
     spread = x.new_zeros(len(rows.cu_seqlens) - 1, *x.shape[1:])
     return spread.index_copy(0, rows.first, x.where(goes_on, 0))
-
-
-def _each(function: Callable[[Tensor], Tensor], entry: dict[str, Any]) -> dict[str, Any]:
-    """A layer's entry, its tensors passed through a function."""
-    state, conv_state = entry["recurrent_state"], entry["conv_state"]
-    return {
-        "recurrent_state": function(state),
-        "conv_state": None if conv_state is None else tuple(function(x) for x in conv_state),
-    }

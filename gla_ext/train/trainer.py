@@ -1,7 +1,7 @@
 """Training a byte-level GLA language model: one update, evaluation, checkpoints.
 
-Everything an update does follows from the settings, the corpus and the checkpoint, so that on CPU a
-resumed run equals the uninterrupted one bit for bit.
+All of an update follows from the settings, the corpus and the checkpoint, so that on CPU a resumed
+run equals the uninterrupted one bit for bit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gla_ext.train.presets import DTYPES, Settings
 from gla_ext.train.segments import SegmentedLoss, forward, most_documents, pack_rows
 
 _FORMAT = "gla_ext.train/1"
-# As many blanks as the text has; colder, or by top-p, runs of indentation do not end.
+# Gives as many blanks as the text has. When colder, or with top-p, runs of indentation never end.
 SAMPLE_TEMPERATURE = 0.9
 
 
@@ -41,20 +41,19 @@ class Trainer:
     """A model, its optimizer and its data at some step.
 
     Args:
-        settings: the run's settings.
-        corpus: the text.
-        device: where to train.
-        compiled: run model and loss, forward and backward, through
-            `torch.compile(fullgraph=True)`. Default: False.
-        cuda_graph: make each update, forward and backward included, one CUDA graph, see
+        settings, corpus, device: the run's settings, the text, and where to train.
+        compiled: compile model and loss, forward and backward, by `torch.compile(fullgraph=True)`.
+            Default: False.
+        cuda_graph: make each update, including forward and backward, one CUDA graph, see
             `gla_ext.train.graph`. Default: False.
-        parallel: what this process has of the run, laid out. Default: all of it, on one device.
+        parallel: this process's part of the run, after `lay_out`. Default: all of it, on one
+            device.
 
     Raises:
-        ValueError: cuda_graph on another device than a CUDA one.
+        ValueError: cuda_graph on a device other than CUDA.
     """
 
-    evaluation_segment = 4096  # bytes that pass through the model at a time
+    evaluation_segment = 4096  # bytes that pass through the model at once
 
     def __init__(
         self,
@@ -77,7 +76,8 @@ class Trainer:
         graph_on = device if cuda_graph else None
         self.optimizer = optimizer_of(self.model, settings.lr, settings.weight_decay, graph_on)
         self.segmented = self._segmented_loss(compiled, cuda_graph)
-        # Of a window's first step, which starts from no state, and of the others.
+        # One graph for a window's first step, which starts from a zero state, and one for the
+        # others.
         graphs = 0 if not cuda_graph else 2 if settings.segments > 1 else 1
         self.graphs = [GraphedUpdate(self._update_on, device) for _ in range(graphs)]
         self.step = 0
@@ -85,7 +85,7 @@ class Trainer:
         self.evaluations: list[tuple[int, float]] = []
 
     def make_data(self, corpus: Corpus) -> tuple[Callable[[int], tuple[Tensor, Tensor]], Tensor]:
-        """The batches, a function of the step, and what `evaluate` takes."""
+        """The batches, as a function of the step, and the tokens for `evaluate`."""
         settings = self.settings
         stream = encode(corpus.train).to(self.device)
         sizes = (settings.batch_size, settings.seq_len, settings.seed, settings.segments)
@@ -98,9 +98,9 @@ class Trainer:
         return model
 
     def update(self) -> None:
-        """One update; its loss, nats a byte, goes to `losses[step]`.
+        """Runs one update and stores its loss, in nats per byte, in `losses[step]`.
 
-        On a GPU nothing here waits for it: updates queue up until a loss is read.
+        This does not wait for a GPU: updates are queued until a loss is read.
         """
         rate = self.settings.learning_rate(self.step)
         for group in self.optimizer.param_groups:
@@ -129,49 +129,43 @@ class Trainer:
         return loss.detach()
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of a batch, int64 `[B, T]` each, in nats a byte."""
+        """Mean cross entropy of a batch, int64 `[B, T]` each, in nats per byte."""
         with self._autocast():
             logits = self.model(inputs, **self.parallel.arguments).logits
         return _cross_entropy(logits, targets)
 
     def _segmented_loss(self, compiled: bool, in_place: bool) -> SegmentedLoss | None:
-        """The loss of an update where windows hand on states or documents are apart."""
+        """The loss of an update with segments or packed documents, else None."""
         settings, documents = self.settings, 0
         if settings.packed:
             sizes = (settings.batch_size, settings.seq_len)
             documents = most_documents(self.batches.stream, *sizes)
         elif settings.segments == 1:
             return None
-        return SegmentedLoss(
-            self.model,
-            _cross_entropy,
-            settings.segments,
-            documents,
-            compiled,
-            self._autocast,
-            in_place,
-        )
+        options = (documents, compiled, self._autocast, in_place)
+        return SegmentedLoss(self.model, _cross_entropy, settings.segments, *options)
 
     def recent_loss(self, steps: int = 20) -> float:
-        """Mean training loss of the last steps in bits a byte; NaN before the first."""
+        """Mean training loss of the last steps, in bits per byte; NaN before the first step."""
         loss = self.losses[max(0, self.step - steps) : self.step].mean().item() / math.log(2)
         return self.parallel.mean(torch.tensor(loss, dtype=torch.float64)).item()
 
     def best_evaluation(self) -> tuple[int, float]:
-        """Step and bits a byte of the lowest evaluation so far."""
+        """Step and bits per byte of the lowest evaluation so far."""
         return min(self.evaluations, key=lambda evaluation: evaluation[1])
 
     def evaluate(self, should_stop: Callable[[], bool] = lambda: False) -> float | None:
-        """Held-out bits a byte at this step, also noted in `evaluations`.
+        """Bits per byte of the held-out documents at this step; also appended to `evaluations`.
 
-        The held-out documents pass through the model as one text, in segments, the recurrent
-        state going from segment to segment, but of packed documents not from one to the next.
+        The held-out documents pass through the model as one sequence, in segments. The recurrent
+        state is passed on from segment to segment; with `packed`, it is not passed on between
+        documents.
 
         Args:
-            should_stop: asked between segments. Default: never.
+            should_stop: called between segments. Default: never stop.
 
         Returns:
-            Bits a byte, or None if it was stopped.
+            Bits per byte, or None if it was stopped.
         """
         self.model.eval()
         states, bits, count = None, 0.0, 0
@@ -196,7 +190,7 @@ class Trainer:
     def sample(self, prompt: str, length: int) -> str:
         """A continuation of a document that starts with prompt, at most `length` bytes."""
         generator = torch.Generator(self.device).manual_seed(self.settings.seed)
-        # Bytes of the command line that are not UTF-8 come as surrogates.
+        # Bytes of the command line that are not UTF-8 arrive as surrogates.
         prompt_bytes = prompt.encode(errors="surrogateescape")
         tokens = torch.tensor([[DOCUMENT_START, *prompt_bytes]], device=self.device)
         self.model.eval()
@@ -212,8 +206,8 @@ class Trainer:
         return text.decode(errors="replace")
 
     def save(self, path: str | Path) -> None:
-        """Writes one safetensors file, atomically: all that `load` needs to go on from here. What
-        is sharded lies beside it.
+        """Writes one safetensors file, atomically, with all that `load` needs to continue from
+        here. Sharded tensors are in a folder next to it.
         """
         tensors = {"losses": self._mean_losses()[: self.step]}
         if self.segmented is not None:
@@ -233,18 +227,19 @@ class Trainer:
         return self.parallel.mean(self.losses).float()
 
     def consolidated(self) -> Trainer:
-        """As one process has it, with the whole model, on the first of the run's processes."""
+        """A copy for one process, with the whole model, on the first of the run's processes."""
         whole = copy.copy(self)
         whole.model, whole.losses = self.parallel.gather(self.model), self._mean_losses()
         whole.parallel = ONE_PROCESS
         return whole
 
     def load(self, path: str | Path) -> None:
-        """Goes on from what `save` wrote, up to as many steps as the settings say now.
+        """Continues from a file that `save` wrote, up to the number of steps in the present
+        settings.
 
         Raises:
-            CheckpointMismatch: if it was written with other settings (`data` and `steps` aside) or
-                another corpus, or after more steps.
+            CheckpointMismatch: if the file was written with other settings (except `data` and
+                `steps`), with another corpus, or after more steps.
         """
         tensors, metadata = read_tensors(path)
         now = {"data": self.settings.data, "steps": self.settings.steps}
@@ -288,7 +283,7 @@ def checkpoint_settings(metadata: dict[str, Any], path: str | Path) -> Settings:
     """The settings in a checkpoint's metadata.
 
     Raises:
-        CheckpointMismatch: if it is no checkpoint of this trainer.
+        CheckpointMismatch: if it is not a checkpoint of this trainer.
     """
     if metadata.get("format") != _FORMAT:
         raise CheckpointMismatch(

@@ -1,15 +1,17 @@
-"""Generation on a GPU: steps in CUDA graphs, and their memory.
+"""Generation on a GPU: steps in CUDA graphs, end tokens, sequences that go on, and memory.
 
 Equal bits (see common.py): tokens, and the same calls in graphs.
 """
 
+import contextlib
 import gc
 
 import pytest
 import torch
-from cuda_tools import waits_for_nothing
-from models import make_ids, make_model
+from cuda_tools import peak_bytes, waits_for_nothing
+from models import MODEL_EVERY, make_ids, make_model
 
+from gla_ext.cache import GLACache
 from gla_ext.decode import Decoder
 from gla_ext.model import fuse_projections
 from gla_ext.ops import batch_invariant
@@ -17,13 +19,17 @@ from gla_ext.ops import batch_invariant
 pytestmark = pytest.mark.cuda
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where all of this is skipped
-PROMPTS = [make_ids(B=1, T=T, seed=T)[0].to(DEVICE) for T in (5, 1, 70, 12)]
+PROMPTS, LONGER = (
+    [make_ids(B=1, T=T, seed=T)[0].to(DEVICE) for T in lengths]
+    for lengths in ((5, 1, 70, 12), (5, 200, 64, 1, 129, 70))
+)
 OPTIONS = {
     "greedy": {"temperature": 0},
     "plain": {},
     "top_k": {"top_k": 5, "temperature": 0.7},
     "top_p": {"top_p": 0.9},
     "both": {"top_k": 9, "top_p": 0.8, "eos_token_id": 3},
+    "end tokens": {"temperature": 0, "eos_token_id": [3, 4, 5]},
 }
 by_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
@@ -60,65 +66,39 @@ def test_graph_is_eager(dtype, options, captures):
 
 
 @by_options
-def test_generator(options):
-    model = model_on_gpu()
-    first, again, other = (
-        model.generate(PROMPTS, 40, generator=seeded(seed), **options) for seed in (0, 0, 1)
-    )
-    assert_same(first, again)
-    differs = any(a.shape != b.shape or not a.equal(b) for a, b in zip(first, other, strict=True))
-    assert differs == (options != OPTIONS["greedy"])
-
-
-def test_the_default_generator_is_followed():
-    model, draws = model_on_gpu(), []
+@pytest.mark.parametrize("default", [False, True])
+def test_generator(default, options):
+    model, found = model_on_gpu(), []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        draws.append(model.generate(PROMPTS[2][None], 40))
-    assert torch.equal(draws[0], draws[1])
-    assert not torch.equal(draws[0], draws[2])
+        generator = None if default else seeded(seed)
+        found.append(model.generate(PROMPTS, 40, generator=generator, **options))
+    first, again, other = found
+    assert_same(first, again)
+    differs = any(a.shape != b.shape or not a.equal(b) for a, b in zip(first, other, strict=True))
+    assert differs == (options.get("temperature") != 0)
 
 
-@pytest.mark.parametrize("mode", ["train", "batch_invariant", "fused_recurrent", "autocast"])
+MODES = {
+    "train": contextlib.nullcontext,
+    "batch_invariant": batch_invariant,
+    "fused_recurrent": contextlib.nullcontext,
+    "autocast": lambda: torch.autocast("cuda", torch.bfloat16),
+    "inference_mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_graph_is_eager_in_other_modes(mode):
+    """And afterwards."""
     model = model_on_gpu(attn_mode="fused_recurrent" if mode == "fused_recurrent" else "chunk")
     model.train(mode == "train")
-    with (
-        batch_invariant(mode == "batch_invariant"),
-        torch.autocast("cuda", torch.bfloat16, enabled=mode == "autocast"),
-    ):
+    plain = model.generate(PROMPTS, 30, temperature=0, cuda_graph=False)
+    with MODES[mode]():
         eager = model.generate(PROMPTS, 30, temperature=0, cuda_graph=False)
-        assert_same(model.generate(PROMPTS, 30, temperature=0), eager)
-    with torch.autocast("cuda", torch.bfloat16, enabled=mode == "autocast"):
-        torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
-    with (
-        batch_invariant(mode == "batch_invariant"),
-        torch.autocast("cuda", torch.bfloat16, enabled=mode == "autocast"),
-    ):
-        assert_same(model.generate(PROMPTS, 30, temperature=0), eager)
-
-
-def test_a_decoder_serves_many_calls(captures):
-    model, ids = model_on_gpu(), make_ids(T=7).cuda()
-    decoder = Decoder(model, 2, temperature=0)
-    for T in (7, 3, 5):
-        graphed = model.generate(ids[:, :T], 20, decoder=decoder)
-        eager = model.generate(ids[:, :T], 20, temperature=0, cuda_graph=False)
-        assert torch.equal(graphed, eager)
-    assert captures == [2]
-
-
-def test_a_decoders_graph_follows_the_weights(captures):
-    model = model_on_gpu()
-    decoder = Decoder(model, 4, temperature=0)
-    model.generate(PROMPTS, 20, decoder=decoder)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=seeded(), device="cuda"))
-    decoder.refresh()
-    graphed = model.generate(PROMPTS, 20, decoder=decoder)
-    assert captures == [4]
-    assert_same(graphed, model.generate(PROMPTS, 20, temperature=0, cuda_graph=False))
+        for _ in range(2):
+            assert_same(model.generate(PROMPTS, 30, temperature=0), eager)
+    assert_same(model.generate(PROMPTS, 30, temperature=0), plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -171,10 +151,12 @@ def test_a_call_leaves_nothing():
     assert allocated() < before + states
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 5}], ids=str)
-def test_steps_wait_for_nothing(options):
-    model = model_on_gpu(torch.bfloat16)
-    decoder = Decoder(model, 4, **options)
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"top_k": 5}, {"top_k": 5, "eos_token_id": [3, 4, 5]}], ids=str
+)
+@pytest.mark.parametrize("cuda_graph", [None, False])
+def test_steps_wait_for_nothing(cuda_graph, options):
+    decoder = Decoder(model_on_gpu(torch.bfloat16), 4, cuda_graph=cuda_graph, **options)
     decoder.prefill(PROMPTS)
     with waits_for_nothing():
         for _ in range(5):
@@ -197,36 +179,58 @@ def test_memory_does_not_grow_with_tokens(cuda_graph):
     assert peaks[0] == peaks[1]
 
 
-def test_rows_taken_by_new_sequences():
-    model = model_on_gpu()
-    graphed, eager = (Decoder(model, 4, temperature=0, cuda_graph=x) for x in (True, False))
-    found = []
-    for decoder in (graphed, eager):
+@pytest.mark.parametrize(
+    "options, rows, more",
+    [
+        ({}, [PROMPTS[2], PROMPTS[0]], {"rows": [3, 1]}),
+        ({"eos_token_id": [3, 4]}, [PROMPTS[1], [], [5]], {"rows": [2, 0, 3], "keep": True}),
+    ],
+    ids=["new sequences", "some go on"],
+)
+def test_rows_are_taken_up_again(options, rows, more):
+    model, found = model_on_gpu(), []
+    for cuda_graph in (True, False):
+        decoder = Decoder(model, 4, temperature=0, cuda_graph=cuda_graph, **options)
         tokens = [decoder.prefill(PROMPTS)]
-        tokens += [decoder.step().clone() for _ in range(7)]
-        tokens.append(decoder.prefill([PROMPTS[2], PROMPTS[0]], rows=[3, 1]))
-        tokens += [decoder.step().clone() for _ in range(7)]
+        tokens += [decoder.step().clone() for _ in range(9)]
+        tokens.append(decoder.prefill(rows, **more))
+        tokens += [decoder.step().clone() for _ in range(9)]
         found.append(torch.cat(tokens))
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("cuda_graph", [False, True])
-def test_compiled_steps(cuda_graph):
-    """They round otherwise, so what they draw is as probable as the most probable token."""
-    model = model_on_gpu()
-    decoder = Decoder(model, 4, temperature=0, cuda_graph=cuda_graph, compiled=True)
-    tokens = [decoder.prefill(PROMPTS)] + [decoder.step().clone() for _ in range(20)]
-    tokens = torch.stack(tokens, 1)
-    for row, prompt in zip(tokens, PROMPTS, strict=True):
-        with torch.no_grad():
-            logits = model(torch.cat([prompt, row])[None]).logits[0, len(prompt) - 1 : -1]
-        chosen = logits.gather(1, row[:, None]).squeeze(1)
-        assert (logits.amax(1) - chosen).max() < 1e-3
+@pytest.mark.parametrize("options", [{}, MODEL_EVERY], ids=["default", "all"])
+def test_a_second_turn_with_graphs(captures, options):
+    model, second = model_on_gpu(**options), [x.flip(0) for x in LONGER]
+    greedy = model.generate(LONGER, 9, 0, cuda_graph=False)
+    ends = [greedy[0][-5].item(), greedy[3][-7].item()]
+    found = []
+    for cuda_graph in (False, True):
+        cache = GLACache()
+        options = {"eos_token_id": ends, "past_key_values": cache, "cuda_graph": cuda_graph}
+        one = model.generate(LONGER, 40, 0, **options)
+        pending = cache.pending
+        assert torch.equal(pending, torch.stack([row[-1] for row in one]))
+        two = model.generate(second, 40, 0, **options)
+        found.append([*one, *two])
+    assert captures == [6, 6]
+    assert_same(*found)
+    for b in range(len(LONGER)):
+        said = torch.cat([one[b], second[b]])
+        alone = model.generate([said], 40, 0, eos_token_id=ends, cuda_graph=False)[0]
+        assert torch.equal(two[b][len(second[b]) :], alone[len(said) :])
 
 
-def test_inference_mode():
-    model = model_on_gpu()
-    expected = model.generate(PROMPTS, 20, temperature=0, cuda_graph=False)
-    with torch.inference_mode():
-        assert_same(model.generate(PROMPTS, 20, temperature=0), expected)
-    assert_same(model.generate(PROMPTS, 20, temperature=0), expected)
+def test_memory_of_a_prompt_is_that_of_a_segment():
+    """Longer ones add their tokens, 8 bytes each and as many in copies, and nothing a layer."""
+    model, peaks = model_on_gpu(torch.bfloat16), {}
+
+    def peak(ids, segment_tokens):
+        decoder = Decoder(model, 1, cuda_graph=False)
+        return peak_bytes(lambda: decoder.prefill(ids, segment_tokens=segment_tokens))
+
+    for T in (8192, 8192, 65536):  # the first starts libraries up
+        ids = make_ids(B=1, T=T).cuda()
+        peaks[T] = peak(ids, 4096)
+    assert peaks[65536] <= peaks[8192] + 4 * 8 * (65536 - 8192)
+    assert peak(ids, 65536) > 4 * peaks[65536]

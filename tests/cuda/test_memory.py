@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from common import make_inputs, ours
+from common import ours
 from cuda_tools import peak_bytes
 from large import large_inputs
 
-from gla_ext import chunk_gla
+from gla_ext import chunk_gla, recurrent_gla_step_
 from gla_ext.ops import chunk as ops
+
+pytestmark = pytest.mark.cuda
 
 SHAPES = {
     "main": (8, 2048, 4, 128, 256),
@@ -17,34 +19,32 @@ SHAPES = {
 GRAIN = 512  # bytes: torch rounds an allocation up to a multiple
 
 
-@pytest.mark.parametrize("states", [False, True])
-def test_nothing_but_inputs_is_saved(device, states):
-    x = make_inputs(2, 130, 3, 20, 28, states=states, device=device)
-    x = x.map(lambda t: t.requires_grad_())
-    saved = []
-
-    def pack(t):
-        saved.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        chunk_gla(x.q, x.k, x.v, x.g, initial_state=x.initial_state, output_final_state=states)
-    inputs = {t.data_ptr() for t in vars(x).values() if t is not None}
-    assert saved
-    assert all(t.data_ptr() in inputs for t in saved if t.numel())
+def kept_by(call) -> int:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    outputs = call()
+    kept = torch.cuda.memory_allocated() - before
+    return kept - sum(x.nbytes for x in outputs)
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_keeps_its_outputs_alone(shape, monkeypatch):
     """And operands, which `sm90/test_for_backward.py` is about."""
     monkeypatch.setattr(ops, "_for_backward_bytes", 0)
     x = large_inputs(*SHAPES[shape]).map(lambda t: t.requires_grad_())
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    o, final_state = chunk_gla(x.q, x.k, x.v, x.g, output_final_state=True)
-    kept = torch.cuda.memory_allocated() - before
-    assert kept <= o.nbytes + final_state.nbytes + 4 * GRAIN
+    gv = torch.zeros_like(x.v, requires_grad=True)
+    assert kept_by(lambda: chunk_gla(x.q, x.k, x.v, x.g, output_final_state=True)) <= 4 * GRAIN
+    assert kept_by(lambda: chunk_gla(x.q, x.k, x.v, x.g, gv=gv)[:1]) <= 4 * GRAIN
+
+
+@pytest.mark.parametrize("V", [128, 256])
+def test_a_step_takes_the_memory_of_its_output(V):
+    """In place of a pool of any size."""
+    x = large_inputs(64, 1, 4, 64, V, states=True)
+    pool = torch.zeros(96, 4, 64, V, device="cuda")
+    slots = torch.arange(64, device="cuda") - 1
+    size = peak_bytes(lambda: recurrent_gla_step_(x.q, x.k, x.v, x.g, state=pool, slots=slots))
+    assert size <= x.v.nbytes + GRAIN
 
 
 def peak(shape) -> int:
@@ -61,14 +61,12 @@ def peak_of_fla(B, T, H, K, V) -> int:
     return int(B * T * H * (states + 2 * 4 * 64 + 5 * 4 * K + 2 * K + 2 * 2 * V))
 
 
-@pytest.mark.cuda
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_peak_is_below_flas(shape):
     assert peak(SHAPES[shape]) < peak_of_fla(*SHAPES[shape])
 
 
-@pytest.mark.cuda
 def test_peak_is_linear_in_tokens():
     B, T, H, K, V = SHAPES["main"]
     peaks = [peak((B, n * T, H, K, V)) for n in (1, 2, 4)]

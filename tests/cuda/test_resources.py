@@ -33,38 +33,6 @@ def waits_for_products(sass: str) -> dict[str, float]:
     return {name: waits / products for name, (products, waits) in counts.items() if products}
 
 
-DUMP = """
- Function _Z6spillsPfi:
-  REG:32 STACK:256 SHARED:0 LOCAL:0 CONSTANT[0]:540 TEXTURE:0 SURFACE:0 SAMPLER:0
- Function _Z4finePf:
-  REG:8 STACK:0 SHARED:16 LOCAL:0 CONSTANT[0]:536 TEXTURE:0 SURFACE:0 SAMPLER:0
-"""
-
-
-def test_a_spill_is_seen():
-    assert set(resources(DUMP)) == {"_Z6spillsPfi", "_Z4finePf"}
-    assert set(in_local_memory(DUMP)) == {"_Z6spillsPfi"}
-
-
-SASS = """
-		Function : _Z10serialisedv
-        /*0010*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT, gsb0 ;
-        /*0020*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
-        /*0030*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
-        /*0040*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
-		Function : _Z4finev
-        /*0010*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
-        /*0020*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
-        /*0030*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
-		Function : _Z4nonev
-        /*0010*/ EXIT ;
-"""
-
-
-def test_serialised_products_are_seen():
-    assert waits_for_products(SASS) == {"_Z10serialisedv": 1.0, "_Z4finev": 0.5}
-
-
 def cuobjdump_of_extension(*options: str) -> str:
     if _C.build_info()["cuda"] is None:
         pytest.skip("this build of gla_ext has no CUDA kernels")

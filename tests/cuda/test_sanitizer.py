@@ -17,6 +17,7 @@ import functools
 import types
 
 import pytest
+import recurrence
 import torch
 from common import (
     BAD_OFFSETS,
@@ -30,13 +31,18 @@ from common import (
 )
 from conv_inputs import make as make_convolution
 from fused import for_this_gpu, mixed_gates, plan_of
-from norm_inputs import EPS, make
+from loss_inputs import make as make_logits
+from norm_inputs import EPS, laid_out, make, normal
 from plans import has_cluster_summaries, reads_prepared, sweeps_gradients
+from recurrence import assert_chunked_close, chunked, make_recurrence
 from steps import STEPS, as_tuple, assert_step_close, step_case
+
+from gla_ext import recurrent_gla_commit_, recurrent_gla_step_, recurrent_gla_verify
 
 pytestmark = [pytest.mark.cuda, pytest.mark.sanitizer]
 
 by_dtype = pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
+ops = torch.ops.gla_ext
 
 SHAPES = {  # B, T, H, K, V, lengths, layout
     "aligned": (1, 80, 1, 64, 128, None, "contiguous"),
@@ -49,30 +55,30 @@ SHAPES = {  # B, T, H, K, V, lengths, layout
     "one channel": (2, 65, 1, 1, 1, None, "contiguous"),
 }
 FUSED_SHAPES = {  # the batch for an H200, see `for_this_gpu`
-    "packed": (1, 165, 1, 72, 24, PACKED_LENGTHS, "contiguous"),
-    "widest": (1, 66, 1, 136, 72, None, "contiguous"),
-    "operands of several chunks a block": (5, 70, 30, 136, 8, None, "contiguous"),
-    "pairs of blocks": (2, 260, 17, 72, 136, None, "contiguous"),
-    "pairs of blocks, one after the other": (5, 130, 17, 72, 136, None, "contiguous"),
-    "pairs of blocks, packed": (1, 165, 1, 72, 136, PACKED_LENGTHS, "contiguous"),
-    "gradients in a sweep": (11, 130, 6, 72, 72, None, "contiguous"),
-    "gradients in a sweep, many values": (11, 330, 6, 72, 200, None, "contiguous"),
-    "gradients in a sweep, several heads a cluster": (22, 190, 6, 72, 200, None, "contiguous"),
-    "gradients in a sweep, few values": (17, 430, 6, 104, 104, None, "contiguous"),
-    "gradients in a sweep, narrow": (22, 200, 9, 40, 64, None, "contiguous"),
-    "pairs of chunks": (2, 170, 1, 200, 200, None, "contiguous"),
-    "pairs of chunks, packed": (1, 430, 1, 136, 136, (64, 1, 200, 0, 130), "contiguous"),
-    "pairs of chunks, three tiles of keys": (1, 530, 1, 192, 136, None, "contiguous"),
-    "in segments": (1, 530, 1, 64, 64, None, "contiguous"),
-    "in segments, three tiles of keys": (1, 530, 1, 136, 72, None, "contiguous"),
-    "segments that sum the one before": (22, 390, 3, 72, 40, None, "contiguous"),
-    "segments that sum the one before, many keys": (22, 390, 3, 136, 40, None, "contiguous"),
-    "segments that sum the one before, few keys": (22, 390, 3, 40, 72, None, "contiguous"),
-    "few keys, many values": (1, 150, 2, 40, 136, None, "contiguous"),
-    "few keys and values": (1, 150, 2, 64, 24, None, "contiguous"),
-    "packed, in segments": (1, 430, 1, 128, 64, (0, 330, 70, 3), "contiguous"),
-    "packed, small heads in segments": (1, 430, 1, 64, 64, (0, 330, 70, 3), "contiguous"),
-    "packed, in segments, three tiles of keys": (1, 430, 1, 160, 64, (0, 330, 70, 3), "contiguous"),
+    "packed": (1, 165, 1, 72, 24, PACKED_LENGTHS),
+    "widest": (1, 66, 1, 136, 72, None),
+    "operands of several chunks a block": (5, 70, 30, 136, 8, None),
+    "pairs of blocks": (2, 260, 17, 72, 136, None),
+    "pairs of blocks, one after the other": (5, 130, 17, 72, 136, None),
+    "pairs of blocks, packed": (1, 165, 1, 72, 136, PACKED_LENGTHS),
+    "gradients in a sweep": (11, 130, 6, 72, 72, None),
+    "gradients in a sweep, many values": (11, 330, 6, 72, 200, None),
+    "gradients in a sweep, several heads a cluster": (22, 190, 6, 72, 200, None),
+    "gradients in a sweep, few values": (17, 430, 6, 104, 104, None),
+    "gradients in a sweep, narrow": (22, 200, 9, 40, 64, None),
+    "pairs of chunks": (2, 170, 1, 200, 200, None),
+    "pairs of chunks, packed": (1, 430, 1, 136, 136, (64, 1, 200, 0, 130)),
+    "pairs of chunks, three tiles of keys": (1, 530, 1, 192, 136, None),
+    "in segments": (1, 530, 1, 64, 64, None),
+    "in segments, three tiles of keys": (1, 530, 1, 136, 72, None),
+    "segments that sum the one before": (22, 390, 3, 72, 40, None),
+    "segments that sum the one before, many keys": (22, 390, 3, 136, 40, None),
+    "segments that sum the one before, few keys": (22, 390, 3, 40, 72, None),
+    "few keys, many values": (1, 150, 2, 40, 136, None),
+    "few keys and values": (1, 150, 2, 64, 24, None),
+    "packed, in segments": (1, 430, 1, 128, 64, (0, 330, 70, 3)),
+    "packed, small heads in segments": (1, 430, 1, 64, 64, (0, 330, 70, 3)),
+    "packed, in segments, three tiles of keys": (1, 430, 1, 160, 64, (0, 330, 70, 3)),
 }
 FP32_GATES = [
     *("widest", "gradients in a sweep", "few keys, many values", "few keys and values"),
@@ -99,36 +105,96 @@ def on_cpu(results):
     return {name: t.cpu() for name, t in results.items()}
 
 
+def assert_right(x):
+    assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
+
+
+def fused_inputs(name, gate, gate_dtype=torch.bfloat16):
+    B, *sizes, lengths = FUSED_SHAPES[name]
+    options = {"gate_dtype": gate_dtype, "lengths": lengths}
+    return make_inputs(for_this_gpu(B), *sizes, torch.bfloat16, gate, **options)
+
+
+by_gate = pytest.mark.parametrize("gate", [0.1, 2.0, "reset"])
+
+
 @pytest.mark.usefixtures("path")
 @by_dtype
-@pytest.mark.parametrize("gate", [0.1, 2.0, "reset"])
+@by_gate
 @pytest.mark.parametrize("B, T, H, K, V, lengths, layout", SHAPES.values(), ids=SHAPES)
 def test_forward_and_gradients(B, T, H, K, V, lengths, layout, gate, dtype):
-    x = make_inputs(B, T, H, K, V, dtype, gate, lengths=lengths, layout=layout)
-    assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
+    assert_right(make_inputs(B, T, H, K, V, dtype, gate, lengths=lengths, layout=layout))
 
 
-@pytest.mark.parametrize("gate", [0.1, 2.0, "reset"])
-@pytest.mark.parametrize("B, T, H, K, V, lengths, layout", FUSED_SHAPES.values(), ids=FUSED_SHAPES)
-def test_fused(B, T, H, K, V, lengths, layout, gate):
-    x = make_inputs(
-        for_this_gpu(B), T, H, K, V, torch.bfloat16, gate, lengths=lengths, layout=layout
-    )
-    assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
+GATED_SHAPES = {name: (*row, "both") for name, row in SHAPES.items() if name != "one channel"} | {
+    f"gates: {gating}": (2, 65, 1, 24, 40, None, "contiguous", gating) for gating in ("gv", "none")
+}
 
 
-@pytest.mark.parametrize("gate", [0.1, 2.0, "reset"])
+@by_dtype
+@by_gate
+@pytest.mark.parametrize("name", GATED_SHAPES)
+def test_gates_on_values(name, gate, dtype):
+    *sizes, lengths, layout, gating = GATED_SHAPES[name]
+    options = {"gating": gating, "gate": gate, "dtype": dtype}
+    x = make_recurrence(*sizes, lengths=lengths, layout=layout, **options)
+    assert_chunked_close(on_cpu(chunked(on_gpu(x))), recurrence.exact(x), x)
+
+
+RECURRENT_SHAPES = {  # (B, T, H, K, V), options
+    "aligned": ((2, 35, 1, 64, 128), {}),
+    "widest": ((1, 3, 1, 512, 512), {}),
+    "odd": ((2, 34, 2, 33, 65), {}),
+    "misaligned": ((1, 5, 2, 64, 64), {"layout": "misaligned"}),
+    "strided": ((2, 5, 2, 20, 28), {"layout": "sliced"}),
+    "packed": ((1, 165, 1, 20, 28), {"lengths": PACKED_LENGTHS}),
+    "no gates": ((2, 3, 1, 130, 70), {"gating": "none"}),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT_SHAPES)
+@pytest.mark.parametrize("v_first", [False, True])
+def test_recurrent(v_first, name):
+    """And on a pool: verification, a step, a commit."""
+    sizes, options = RECURRENT_SHAPES[name]
+    x = make_recurrence(*sizes, dtype=torch.bfloat16, **options)
+    expected = recurrence.exact(x)
+    there = on_gpu(x.v_first() if v_first else x)
+    results = on_cpu(recurrence.ours(there, state_v_first=v_first))
+    if v_first:
+        results |= {name: results[name].mT for name in ("final_state", "dh0")}
+    recurrence.assert_results_close(results, expected, x)
+    if x.cu_seqlens is not None:
+        return
+    tokens = {name: getattr(there, name) for name in ("k", "v", "gk", "gv")}
+    slots = torch.tensor([5, 0][: sizes[0]], device="cuda")
+    pool = {"state": there.initial_state.contiguous(), "slots": slots, "state_v_first": v_first}
+    recurrent_gla_verify(there.q, **tokens, **pool)
+    o = recurrent_gla_step_(there.q, **tokens, **pool)
+    recurrent_gla_commit_(**tokens, **pool, accepted=torch.ones_like(slots))
+    assert o.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "name, gate, gate_dtype",
+    [
+        *[(name, gate, torch.bfloat16) for name in FUSED_SHAPES for gate in (0.1, 2.0, "reset")],
+        *[(name, gate, torch.float32) for name in FP32_GATES for gate in (0.1, "reset")],
+    ],
+)
+def test_fused(name, gate, gate_dtype):
+    assert_right(fused_inputs(name, gate, gate_dtype))
+
+
+@by_gate
 @pytest.mark.parametrize("kind", ["many values", "several heads a cluster", "few values"])
 def test_operands_that_backward_makes_again(kind, gate, hopper, keep_nothing):
     """Where forward leaves its own, as `test_fused` does."""
-    B, *sizes, _, _ = FUSED_SHAPES[f"gradients in a sweep, {kind}"]
-    x = make_inputs(for_this_gpu(B), *sizes, torch.bfloat16, gate)
-    assert (
-        not reads_prepared(plan_of(x, False))
-        and plan_of(x, for_backward=True)["for_backward_bytes"] > 0
-    )
+    x = fused_inputs(f"gradients in a sweep, {kind}", gate)
+    assert not reads_prepared(plan_of(x, False))
+    assert plan_of(x, for_backward=True)["for_backward_bytes"] > 0
     keep_nothing()
-    assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
+    assert_right(x)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -145,7 +211,7 @@ def test_segments_in_pairs_of_blocks(keep_nothing):
     assert "states.cluster.summaries" in plan_of(x)["kernels"]
     assert "states.cluster.summaries_without_A" in plan_of(x, False)["kernels"]
     keep_nothing()
-    assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
+    assert_right(x)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -168,15 +234,7 @@ def test_gradients_of_packed_sequences_in_a_sweep(H, K, V, T, lengths):
         "states.cluster.packed_summaries" in plan_of(x, False)["kernels"]
     ) == (K == 72)
     x = mixed_gates(x, "every other chunk")
-    assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
-
-
-@pytest.mark.parametrize("gate", [0.1, "reset"])
-@pytest.mark.parametrize("shape", FP32_GATES)
-def test_fused_with_fp32_gates(shape, gate):
-    B, *sizes, lengths, _ = FUSED_SHAPES[shape]
-    x = make_inputs(for_this_gpu(B), *sizes, torch.bfloat16, gate, torch.float32, lengths=lengths)
-    assert_results_close(on_cpu(ours(on_gpu(x))), exact_by_chunks(x), x)
+    assert_right(x)
 
 
 @pytest.mark.usefixtures("path")
@@ -185,11 +243,11 @@ def test_fused_with_fp32_gates(shape, gate):
 def test_without_states(K, dtype):
     """The operators themselves: no h0, no dht."""
     x = make_inputs(1, 80, 1, K, 128, dtype, states=False)
-    there, op = on_gpu(x), torch.ops.gla_ext
+    there = on_gpu(x)
     inputs = (there.q, there.k, there.v, there.g, None, None, None)
     with torch.no_grad():
-        o, _, _ = op.chunk_gla_fwd(*inputs, None, False, True, False)
-        gradients = op.chunk_gla_bwd(there.do, None, *inputs, None, True, False)
+        o, _, _ = ops.chunk_gla_fwd(*inputs, None, False, True, False)
+        gradients = ops.chunk_gla_bwd(there.do, None, *inputs, None, True, False)
     names = ("o", "dq", "dk", "dv", "dg")
     results = dict(zip(names, (o, *gradients[:4]), strict=True))
     expected = exact_by_chunks(x)
@@ -235,22 +293,27 @@ NORM_SHAPES = {  # V, gated, layout
 }
 
 
+def both(call, *inputs, times=1.0):
+    """Results of the CPU and of CUDA, in pairs, with some more rounding allowed."""
+    with torch.no_grad():
+        wanted, got = call(*inputs), call(*map(move, inputs))
+    for a, b in zip(got, wanted, strict=True):
+        assert_close(a.cpu(), b, times * (2e-6 if a.dtype == torch.float32 else 4e-3))
+
+
 @by_dtype
 @pytest.mark.parametrize("V, gated, layout", NORM_SHAPES.values(), ids=NORM_SHAPES)
 def test_norms(V, gated, layout, dtype):
     """Rows that fill neither a block nor what a thread has at once, against the CPU's results."""
-    x, weight, gate, dy = make((1, 9, 3, V), "cpu", dtype, layout)
-    here = [x, weight, gate if gated else None, dy]
-    results = []
-    for inputs in (here, map(move, here)):
+
+    def call(*inputs):
         *inputs, dy = inputs
-        with torch.no_grad():
-            y, rstd = torch.ops.gla_ext.rms_norm_gate_fwd(*inputs, "swish", EPS)
-            backward = functools.partial(torch.ops.gla_ext.rms_norm_gate_bwd, dy, *inputs, rstd)
-            gradients = [*backward("swish", False)[:3], *backward("swish", True)]
-        results.append([t.cpu() for t in (y, rstd, *gradients)])
-    for wanted, got in zip(*results, strict=True):
-        assert_close(got, wanted, 2e-6 if got.dtype == torch.float32 else 4e-3)
+        y, rstd = ops.rms_norm_gate_fwd(*inputs, "swish", EPS)
+        backward = functools.partial(ops.rms_norm_gate_bwd, dy, *inputs, rstd)
+        return y, rstd, *backward("swish", False)[:3], *backward("swish", True)
+
+    x, weight, gate, dy = make((1, 9, 3, V), "cpu", dtype, layout)
+    both(call, x, weight, gate if gated else None, dy)
 
 
 SWIGLU_SHAPES = {  # D, layout
@@ -267,16 +330,12 @@ SWIGLU_SHAPES = {  # D, layout
 @pytest.mark.parametrize("D, layout", SWIGLU_SHAPES.values(), ids=SWIGLU_SHAPES)
 def test_swiglu(D, layout, dtype):
     """Rows that end within what a thread has at once, against the CPU's results."""
+
+    def call(gate, up, dy):
+        return ops.swiglu_fwd(gate, up), *ops.swiglu_bwd(dy, gate, up, True)
+
     gate, _, up, dy = make((1, 9, 3, D), "cpu", dtype, layout)
-    results = []
-    for inputs in ((gate, up, dy), tuple(map(move, (gate, up, dy)))):
-        *inputs, dy = inputs
-        with torch.no_grad():
-            y = torch.ops.gla_ext.swiglu_fwd(*inputs)
-            gradients = torch.ops.gla_ext.swiglu_bwd(dy, *inputs, True)
-        results.append([t.cpu() for t in (y, *gradients)])
-    for wanted, got in zip(*results, strict=True):
-        assert_close(got, wanted, 2e-6 if got.dtype == torch.float32 else 4e-3)
+    both(call, gate, up, dy)
 
 
 CONV_SHAPES = {  # B, T, D, offsets, layout
@@ -291,12 +350,10 @@ CONV_SHAPES = {  # B, T, D, offsets, layout
 }
 
 
-def convolved(inputs, cu_seqlens):
-    x, weight, bias, cache, dy, dstate = inputs
-    leaves = (x, weight, bias, cache, cu_seqlens)
-    with torch.no_grad():
-        outputs = torch.ops.gla_ext.short_convolution_fwd(*leaves, True)
-        return [*outputs, *torch.ops.gla_ext.short_convolution_bwd(dy, dstate, *leaves)]
+def convolved(x, weight, bias, cache, dy, dstate, cu_seqlens):
+    inputs = (x, weight, bias, cache, cu_seqlens)
+    outputs = ops.short_convolution_fwd(*inputs, True)
+    return *outputs, *ops.short_convolution_bwd(dy, dstate, *inputs)
 
 
 @by_dtype
@@ -305,12 +362,8 @@ def convolved(inputs, cu_seqlens):
 def test_short_convolutions(B, T, D, offsets, layout, W, dtype):
     """Runs that end within what a thread loads at once, against the CPU's results."""
     N = B if offsets is None else len(offsets) - 1
-    here = make_convolution(B, T, D, W, "cpu", dtype, layout=layout, N=N)
     cu_seqlens = None if offsets is None else torch.tensor(offsets)
-    expected = convolved(here, cu_seqlens)
-    results = convolved(list(map(move, here)), move(cu_seqlens))
-    for wanted, got in zip(expected, results, strict=True):
-        assert_close(got.cpu(), wanted, 2e-6 if got.dtype == torch.float32 else 4e-3)
+    both(convolved, *make_convolution(B, T, D, W, "cpu", dtype, layout=layout, N=N), cu_seqlens)
 
 
 @pytest.mark.parametrize("W", [4, 6])
@@ -318,5 +371,64 @@ def test_short_convolutions(B, T, D, offsets, layout, W, dtype):
 @pytest.mark.parametrize("what", BAD_OFFSETS)
 def test_short_convolutions_with_bad_offsets(what, offsets_dtype, W):
     inputs = make_convolution(1, 165, 24, W, "cpu", torch.bfloat16, N=7)
-    convolved(list(map(move, inputs)), torch.tensor(BAD_OFFSETS[what], dtype=offsets_dtype).cuda())
+    offsets = torch.tensor(BAD_OFFSETS[what], dtype=offsets_dtype)
+    with torch.no_grad():
+        convolved(*map(move, (*inputs, offsets)))
     torch.cuda.synchronize()
+
+
+@by_dtype
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(
+    "V, layout",
+    [
+        (64, "contiguous"),
+        (65, "contiguous"),
+        (1000, "contiguous"),
+        (2501, "contiguous"),
+        (72, "misaligned"),
+    ],
+)
+def test_norms_of_a_residual_stream(V, layout, wide, dtype):
+    stream = torch.float32 if wide else dtype
+    x, residual, dy, dstream = (
+        normal(1, 9, 1, V, seed=i, dtype=d) for i, d in enumerate((dtype, stream, dtype, stream))
+    )
+
+    if layout != "contiguous":
+        x, residual = laid_out(x, layout), laid_out(residual, layout)
+
+    def call(x, residual, weight, dy, dstream):
+        y, stream, rstd = ops.rms_norm_residual_fwd(x, residual, weight, EPS)
+        return y, stream, *ops.rms_norm_residual_bwd(dy, dstream, stream, weight, rstd)
+
+    both(call, x, residual, normal(V, seed=5, dtype=dtype), dy, dstream, times=3)
+
+
+@by_dtype
+@pytest.mark.parametrize("V", [7, 2048, 2500])
+@pytest.mark.parametrize("layout", ["contiguous", "a part of wider rows"])
+def test_cross_entropy(V, layout, dtype):
+    options = (-100, 0.1, 1.3, 3.0, 0.01)
+
+    def call(logits, target, dloss):
+        loss, z_loss, lse = ops.cross_entropy_fwd(logits, target, *options, False)
+        gradient = ops.cross_entropy_bwd(dloss, logits, target, lse, *options)
+        together = logits.clone()
+        again = ops.cross_entropy_with_grad_(together, target, *options)
+        return loss, z_loss, lse, gradient, together, again
+
+    both(call, *make_logits(5, V, "cpu", dtype, layout), times=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("R, K", [(16, 512), (16, 72), (5, 33), (1, 1030)])
+def test_gate_projection(R, K, dtype):
+    h = normal(37, R + 8, seed=1, dtype=dtype)[:, 8:]
+    weight, bias = normal(K, R, seed=2, dtype=dtype), normal(K, seed=3, dtype=dtype)
+
+    def call(h, weight, bias, dg):
+        g = ops.gate_projection_fwd(h, weight, bias, 16.0, -0.5)
+        return g, *ops.gate_projection_bwd(dg, h, weight, bias, 16.0, -0.5)
+
+    both(call, h, weight, bias, normal(37, K, seed=4, dtype=dtype), times=3)

@@ -9,11 +9,10 @@ from common import (
     PACKED_LENGTHS,
     Inputs,
     assert_same_bits,
-    make_inputs,
     outputs_and_gradients,
 )
 from cuda_tools import peak_bytes
-from fused import plan_of
+from fused import draw, facts_of, for_this_gpu
 from large import large_inputs
 from recurrence import (
     GATINGS,
@@ -23,25 +22,16 @@ from recurrence import (
     exact,
     make_recurrence,
     ours,
-    repeated,
 )
 
-from gla_ext import (
-    batch_invariant,
-    chunk_gla,
-    fused_recurrent_gla,
-    recurrent_gla_commit_,
-    recurrent_gla_step_,
-    recurrent_gla_verify,
-)
+from gla_ext import batch_invariant, chunk_gla, fused_recurrent_gla
 
 pytestmark = pytest.mark.cuda
 by_dtype = pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
 by_packing = pytest.mark.parametrize("lengths", [None, PACKED_LENGTHS], ids=["batch", "packed"])
-by_heads = pytest.mark.parametrize("H, HK", [(4, 2), (6, 2), (3, 1), (14, 2)])
+by_heads = pytest.mark.parametrize("H, HK", [(6, 2), (3, 1), (14, 2)])
 by_gating = pytest.mark.parametrize("gating", GATINGS)
-# K and V of each kernel of the fused path: 64, 128 and 256 keys, and some that fill no tile.
-FUSED = [(64, 64), (64, 128), (40, 72), (128, 256), (96, 136), (256, 512)]
+CLOSE = {chunked: assert_chunked_close, ours: assert_results_close}
 
 
 def inputs(H, HK, K, V, lengths=None, **options):
@@ -54,65 +44,18 @@ def inputs(H, HK, K, V, lengths=None, **options):
 @by_packing
 @by_gating
 @by_dtype
-def test_chunk_gla(dtype, gating, lengths, H, HK, head):
+@pytest.mark.parametrize("operator", CLOSE)
+def test_bits_of_repeats(operator, dtype, gating, lengths, H, HK, head):
     x = inputs(H, HK, *head, lengths, gating=gating, dtype=dtype)
-    assert_same_bits(chunked(x), chunked(x, repeat=True))
-
-
-@pytest.mark.usefixtures("nan_in_fresh_memory")
-@by_heads
-@by_packing
-@by_gating
-@by_dtype
-def test_recurrent(dtype, gating, lengths, H, HK):
-    x = inputs(H, HK, 20, 28, lengths, gating=gating, dtype=dtype)
-    assert_same_bits(ours(x), ours(x, repeat=True))
+    assert_same_bits(operator(x), operator(x, repeat=True))
 
 
 @pytest.mark.sanitizer
 @by_dtype
-@pytest.mark.parametrize("operator", [chunked, ours], ids=["chunk", "recurrent"])
+@pytest.mark.parametrize("operator", CLOSE)
 def test_the_truth(operator, dtype):
     x = inputs(6, 2, 24, 40, dtype=dtype)
-    close = assert_chunked_close if operator is chunked else assert_results_close
-    close(operator(x), exact(x), x)
-
-
-@pytest.mark.usefixtures("hopper")
-@by_packing
-@pytest.mark.parametrize("gate", [0.1, "reset"])
-@pytest.mark.parametrize("K, V", FUSED)
-def test_every_kernel_of_the_fused_path(K, V, gate, lengths, monkeypatch):
-    """Chunks in tier 1 and outside it; `reset` has all that is made for the latter at work."""
-    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "fused")
-    x = inputs(6, 3, K, V, lengths, gating="gk", gate=gate, dtype=torch.bfloat16)
-    results = chunked(x)
-    assert_same_bits(results, chunked(x, repeat=True))
-    assert_chunked_close(results, exact(x), x)
-
-
-@by_dtype
-@pytest.mark.parametrize("state_v_first", [False, True])
-def test_pool(state_v_first, dtype):
-    x = inputs(6, 2, 64, 128, dtype=dtype)
-    x = x.v_first() if state_v_first else x
-    tokens = {
-        n: t if t is None else t[:, :5] for n, t in x.leaves().items() if n != "initial_state"
-    }
-    slots, accepted = (torch.tensor(n, device="cuda") for n in ([1, 0], [3, 0]))
-    where = {"slots": slots, "state_v_first": state_v_first}
-    pools = []
-    for own in (tokens, repeated(tokens)):
-        pool = x.initial_state.clone()
-        verified = recurrent_gla_verify(**own, state=pool, **where)
-        q = own.pop("q")
-        recurrent_gla_commit_(**own, state=pool, accepted=accepted, **where)
-        committed = pool.clone()
-        one = {n: t if t is None else t[:, :1] for n, t in own.items()}
-        stepped = recurrent_gla_step_(q[:, :1], **one, state=pool, **where)
-        pools.append((verified, committed, stepped, pool))
-    for mine, of_repeats in zip(*pools, strict=True):
-        assert torch.equal(mine, of_repeats)
+    CLOSE[operator](operator(x), exact(x), x)
 
 
 def shared(x: Inputs, HK: int) -> Inputs:
@@ -121,15 +64,53 @@ def shared(x: Inputs, HK: int) -> Inputs:
 
 
 def forward(x: Inputs, repeat: bool):
-    k, v, g = (t.repeat_interleave(2, 2) if repeat else t for t in (x.k, x.v, x.g))
-    return chunk_gla(x.q, k, v, g, output_final_state=True)
+    k, v, g = x.k, x.v, x.g
+    if repeat:
+        k, v, g = (t.repeat_interleave(x.q.shape[2] // t.shape[2], 2) for t in (k, v, g))
+    return chunk_gla(
+        *(x.q, k, v, g), initial_state=x.initial_state, output_final_state=True,
+        cu_seqlens=x.cu_seqlens,
+    )  # fmt: skip
 
 
 def results(x: Inputs, repeat: bool):
     def function(q, k, v, g, initial_state):
-        return forward(dataclasses.replace(x, q=q, k=k, v=v, g=g), repeat)
+        return forward(Inputs(q, k, v, g, x.do, initial_state, x.dht, x.cu_seqlens), repeat)
 
     return outputs_and_gradients(function, x)
+
+
+FEW = (1, 4101)  # rows and tokens of what is cut into segments
+WAYS = [  # B, those for an H200, T, H, K, V; heads of k
+    # Each kernel: 64, 128 and 256 keys, and some that fill no tile.
+    *[((2, 130, 6, K, V), 3) for K, V in ((64, 64), (64, 128), (40, 72), (96, 136), (128, 256))],
+    ((2, 130, 6, 256, 512), 3),
+    *[((*FEW, 4, 64, 64), 2), ((*FEW, 4, 128, 256), 2), ((*FEW, 2, 256, 512), 1)],
+    # Swept gradients, with operands that forward keeps.
+    *[((16, 200, 4, 128, 256), HK) for HK in (1, 2)],
+    *[((50, 130, 4, 64, 64), HK) for HK in (1, 2)],
+    *[((49, 190, 4, 104, 200), 2), ((1, 2100, 2, 128, 256), 1)],
+    *[((1, 16448, 8, 128, 128), 4), ((1, 16448, 8, 104, 256), 4)],
+]
+
+
+@pytest.mark.usefixtures("hopper", "operands", "nan_in_fresh_memory")
+@pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("gate", [1 / 64, "reset"])
+@pytest.mark.parametrize("sizes, HK", WAYS)
+def test_bits_of_repeats_on_the_fused_path(sizes, HK, gate, gate_dtype):
+    """Chunks in tier 1 and outside it, packed too; segments, and sequences whole in the mode."""
+    B, T, *rest = sizes
+    for lengths in (None, PACKED_LENGTHS) if T == 130 else (None,):
+        rows = (for_this_gpu(B), T) if lengths is None else (1, 165)
+        x = shared(draw(*rows, *rest, gate, gate_dtype, lengths), HK)
+        assert "fused" in facts_of(x)
+        assert_same_bits(results(x, False), results(x, True))
+    if sizes[:2] == FEW:
+        assert "backward in segments" in facts_of(x)
+        with batch_invariant():
+            assert "backward whole" in facts_of(x, batch_invariant=True)
+            assert_same_bits(results(x, False), results(x, True))
 
 
 @pytest.mark.usefixtures("path")
@@ -146,19 +127,6 @@ def test_bits_and_memory_at_full_load(shape):
     # Backward has the sums of dk, dv and dg in their place.
     shared_peak, repeated_peak = (peak_bytes(lambda r=r: results(x, r)) for r in (False, True))
     assert shared_peak <= repeated_peak - repeats // 2
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("H, K, V", [(4, 64, 64), (4, 128, 256), (2, 256, 512)])
-@pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_segments(gate_dtype, invariant, H, K, V):
-    x = make_inputs(1, 4101, H, K, V, torch.bfloat16, 1 / 64, gate_dtype, device="cuda")
-    x = shared(x, H // 2)
-    assert plan_of(x)["path"] == "fused"
-    assert (plan_of(x, batch_invariant=invariant)["segments"] > 0) != invariant
-    with batch_invariant(invariant):
-        assert_same_bits(results(x, False), results(x, True))
 
 
 def test_more_heads_than_the_reciprocal_is_exact_for():

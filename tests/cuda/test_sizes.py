@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import recurrence
 import torch
 from common import (
     CUDA_DTYPES,
@@ -14,6 +15,7 @@ from common import (
     ours,
 )
 from large import large_inputs
+from recurrence import assert_chunked_close, chunked, make_recurrence
 
 from gla_ext import batch_invariant
 
@@ -34,6 +36,23 @@ HEAD_SIZES = [
 def test_head_sizes(K, V, gate, dtype):
     x = make_inputs(1, 130, 2, K, V, dtype, gate, device="cuda")
     assert_results_close(ours(x), exact_by_chunks(x), x)
+
+
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
+@pytest.mark.parametrize("gate", [0.1, 2.0, "reset"])
+@pytest.mark.parametrize("K, V", [*HEAD_SIZES[::2], (512, 1), (136, 72), (257, 96), (512, 512)])
+def test_head_sizes_of_gates_on_values(K, V, gate, dtype):
+    """And of the recurrence, with both layouts of the states."""
+    B = 64 if K == V == 1 else 1  # enough numbers for their RMS to say something
+    x = make_recurrence(B, 82, 2, K, V, dtype=dtype, gate=gate, device="cuda")
+    expected = recurrence.exact(x)
+    assert_chunked_close(chunked(x), expected, x)
+    if gate == 0.1:
+        recurrence.assert_results_close(recurrence.ours(x), expected, x)
+        turned = expected | {name: expected[name].mT for name in ("final_state", "dh0")}
+        results = recurrence.ours(x.v_first(), state_v_first=True)
+        recurrence.assert_results_close(results, turned, x)
 
 
 @pytest.mark.usefixtures("nan_in_fresh_memory", "path")
@@ -65,6 +84,24 @@ def test_many_sequences(K, V):
         packed = ours(dataclasses.replace(batch, **tokens, cu_seqlens=offsets))
     assert_results_close(expected, exact(batch), batch)
     assert_same_bits(packed, {x: y.view(packed[x].shape) for x, y in expected.items()})
+
+
+@pytest.mark.parametrize(
+    "call, close, sizes",
+    [
+        (chunked, assert_chunked_close, (200, 67, 4, 24, 40)),
+        (recurrence.ours, recurrence.assert_results_close, (1000, 3, 70, 5, 4)),
+    ],
+    ids=["gates on values", "recurrent"],
+)
+def test_many_sequences_of_gates_on_values(call, close, sizes):
+    B, T, H, *_ = sizes
+    x = make_recurrence(*sizes, dtype=torch.bfloat16, device="cuda")
+    packed = x.map(lambda t: t if t.shape[1] == H else t.flatten(0, 1)[None])
+    offsets = torch.arange(B + 1, dtype=torch.int32, device="cuda") * T
+    batch, packed = call(x), call(dataclasses.replace(packed, cu_seqlens=offsets))
+    close(batch, recurrence.exact(x), x)
+    assert_same_bits({name: t.view(batch[name].shape) for name, t in packed.items()}, batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,29 +1,13 @@
-"""SwiGLU on CUDA: nothing unwritten, nothing copied, graphs, and sizes beyond int32."""
+"""SwiGLU on CUDA: nothing copied, graphs, and sizes beyond int32."""
 
 import pytest
 import torch
-from common import CUDA_DTYPES
-from swiglu_inputs import (
-    make,
-    make_linear,
-)
+from swiglu_inputs import make_linear
 
 from gla_ext.layers.swiglu import swiglu, swiglu_linear
 
 ops = torch.ops.gla_ext
-WIDTHS = (1, 7, 8, 64, 257, 1000, 1024, 1025, 4096, 5000)  # a row has 32 to 256 threads
 pytestmark = pytest.mark.cuda
-
-
-@pytest.mark.usefixtures("nan_in_fresh_memory")
-@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
-@pytest.mark.parametrize("D", WIDTHS)
-def test_nothing_goes_unwritten(D, dtype):
-    *inputs, dy = make((3, 5, D), "cuda", dtype)
-    for product in (False, True):
-        dgate, dup, y = ops.swiglu_bwd(dy, *inputs, product)
-        assert dgate.isfinite().all() and dup.isfinite().all()
-        assert torch.equal(y, swiglu(*inputs)) if product else y.numel() == 0
 
 
 def test_halves_are_not_copied():

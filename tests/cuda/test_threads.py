@@ -6,11 +6,7 @@ Equal bits (see common.py): tokens, and the same calls in graphs.
 import contextlib
 import functools
 import gc
-import os
-import subprocess
-import sys
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -109,35 +105,46 @@ def capturing():
     return capture
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0, "top_k": 5}], ids=str)
-@pytest.mark.parametrize("other", [training, capturing])
-def test_threads_give_what_one_gives(other, options):
+def sampled(model, thread, **options):
+    generator = torch.Generator("cuda").manual_seed(thread)
+    return continued(model, thread, generator=generator, top_p=0.9, **options)
+
+
+def decoded(model, thread, cuda_graph=None):
+    """By a decoder of the thread."""
+    with torch.cuda.stream(streams()[thread]):
+        decoder = Decoder(model, 2, temperature=0, cuda_graph=cuda_graph)
+        tokens = [decoder.prefill(prompts_of(thread)[:2])]
+        tokens += [decoder.step().clone() for _ in range(30)]
+        return torch.stack(tokens, 1).tolist()
+
+
+WORK = {
+    "greedy": functools.partial(continued, temperature=0),
+    "greedy, top_k": functools.partial(continued, temperature=0, top_k=5),
+    "sampled": sampled,
+    "decoders": decoded,
+}
+
+
+@pytest.mark.parametrize(
+    "other, work",
+    [*[(training, work) for work in WORK], (capturing, "greedy"), (capturing, "greedy, top_k")],
+)
+def test_threads_give_what_one_gives(other, work):
     """Every thread captures at once; five times over."""
-    model = model_on_gpu()
-    expected = [continued(model, thread, cuda_graph=False, **options) for thread in range(THREADS)]
+    model, work = model_on_gpu(), WORK[work]
+    expected = [work(model, thread, cuda_graph=False) for thread in range(THREADS)]
     with beside(other()), ThreadPoolExecutor(THREADS) as pool:
         for _ in range(5):
             start = threading.Barrier(THREADS)
 
             def run(thread, start=start):
                 start.wait()
-                return [continued(model, thread, **options) for _ in range(3)]
+                return [work(model, thread) for _ in range(3)]
 
             for thread, results in enumerate(pool.map(run, range(THREADS))):
                 assert results == [expected[thread]] * 3
-
-
-def test_threads_that_sample_with_generators_of_their_own():
-    model = model_on_gpu()
-
-    def sampled(thread, **options):
-        generator = torch.Generator("cuda").manual_seed(thread)
-        return continued(model, thread, generator=generator, top_p=0.9, **options)
-
-    expected = [sampled(thread, cuda_graph=False) for thread in range(THREADS)]
-    with beside(training()), ThreadPoolExecutor(THREADS) as pool:
-        for _ in range(5):
-            assert list(pool.map(sampled, range(THREADS))) == expected
 
 
 def test_threads_that_sample_with_the_default_generator():
@@ -146,23 +153,6 @@ def test_threads_that_sample_with_the_default_generator():
         for _ in range(5):
             results = list(pool.map(lambda thread: continued(model, thread), range(THREADS)))
             assert all(0 <= token < 31 for result in results for row in result for token in row)
-
-
-def test_decoders_of_threads():
-    """A decoder in each thread, made at once, and streams that go on side by side."""
-    model = model_on_gpu()
-
-    def decoded(thread, cuda_graph=None):
-        with torch.cuda.stream(streams()[thread]):
-            decoder = Decoder(model, 2, temperature=0, cuda_graph=cuda_graph)
-            tokens = [decoder.prefill(prompts_of(thread)[:2])]
-            tokens += [decoder.step().clone() for _ in range(30)]
-            return torch.stack(tokens, 1).tolist()
-
-    expected = [decoded(thread, False) for thread in range(THREADS)]
-    with beside(training()), ThreadPoolExecutor(THREADS) as pool:
-        for _ in range(5):
-            assert list(pool.map(decoded, range(THREADS))) == expected
 
 
 def test_many_captures_share_no_stream():
@@ -192,75 +182,42 @@ def circular(decoder):
 
 
 @pytest.mark.parametrize("by", ["this thread", "another thread"])
-def test_graphs_that_are_collected_during_a_capture(monkeypatch, by):
+@pytest.mark.parametrize("whose", ["ours", "torch's"])
+def test_graphs_that_are_collected_during_a_capture(monkeypatch, whose, by):
     """CUDA would break the capture, were they destroyed there."""
     model, seen = model_on_gpu(), []
     expected = continued(model, 0, temperature=0, cuda_graph=False)
+    x = torch.ones(64, device="cuda")
+    assert (x + 1).sum().item() == 128  # warms up
+    gc.collect()  # no graph that others have left is destroyed in the capture
     owners = [circular(Decoder(model, 2))]
     dropped = weakref.ref(owners[0][0])
     graph = weakref.ref(owners[0][0]._loop.graph._owned[0])
     advance = DecodeLoop.advance
 
+    def collect():
+        owners.clear()
+        with ThreadPoolExecutor(1) as pool:
+            gc.collect() if by == "this thread" else pool.submit(gc.collect).result()
+        seen.append((dropped(), graph() is None))
+
     def spy(self, stepping):
         if torch.cuda.is_current_stream_capturing():
-            owners.clear()
-            with ThreadPoolExecutor(1) as pool:
-                gc.collect() if by == "this thread" else pool.submit(gc.collect).result()
-            seen.append((dropped(), graph() is None))
+            collect()
         advance(self, stepping)
 
-    monkeypatch.setattr(DecodeLoop, "advance", spy)
-    assert continued(model, 0, temperature=0) == expected
+    if whose == "ours":
+        monkeypatch.setattr(DecodeLoop, "advance", spy)
+        assert continued(model, 0, temperature=0) == expected
+    else:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):  # in its default mode
+            collect()
+            y = x + 1
+        captured.replay()
+        assert y.sum().item() == 128
     assert seen == [(None, False)]
     assert graph() is None
-
-
-@pytest.mark.parametrize("by", ["this thread", "another thread"])
-def test_graphs_that_are_collected_during_a_capture_elsewhere(by):
-    """By `torch.cuda.graph`, in its default mode."""
-    owners = [circular(Decoder(model_on_gpu(), 2))]
-    dropped = weakref.ref(owners[0][0])
-    graph = weakref.ref(owners[0][0]._loop.graph._owned[0])
-    x = torch.ones(64, device="cuda")
-    assert (x + 1).sum().item() == 128  # warms up
-    gc.collect()  # no graph that others have left is destroyed in the capture
-    captured = torch.cuda.CUDAGraph()
-    with ThreadPoolExecutor(1) as pool, torch.cuda.graph(captured):
-        owners.clear()
-        gc.collect() if by == "this thread" else pool.submit(gc.collect).result()
-        seen = dropped(), graph() is None
-        y = x + 1
-    assert seen == (None, False)
-    assert graph() is None
-    captured.replay()
-    assert y.sum().item() == 128
-
-
-def test_captures_beside_a_thread_that_drops_decoders():
-    model = model_on_gpu()
-    expected = continued(model, 0, temperature=0, cuda_graph=False)
-
-    def make_and_drop():
-        circular(Decoder(model, 1))
-        gc.collect()
-
-    with beside(make_and_drop):
-        for _ in range(20):
-            assert continued(model, 0, temperature=0) == expected
-            circular(Decoder(model, 2))
-
-
-def test_a_capture_leaves_the_default_generator_as_it_is():
-    model = model_on_gpu()
-    default = torch.cuda.default_generators[torch.cuda.current_device()]
-    torch.manual_seed(5)
-    expected = torch.rand(4, device="cuda")
-    torch.manual_seed(5)
-    before = default.get_state()
-    decoder = Decoder(model, 2)
-    assert decoder._loop.graph is not None
-    assert torch.equal(default.get_state(), before)
-    assert torch.equal(torch.rand(4, device="cuda"), expected)
 
 
 @pytest.mark.parametrize("work", ["draw", "replay"])
@@ -283,28 +240,13 @@ def test_others_draw_while_a_step_is_captured(monkeypatch, work):
     assert len(results) == 1
 
 
-def test_captures_of_others_never_take_the_generator_of_ours(monkeypatch):
-    """They begin before or after, however long the default generator has another state, and are
-    replayed while a step is captured.
-    """
-    model, restored = model_on_gpu(), []
-    dispatch, advance = _capture._AtFirstOperation.__torch_dispatch__, DecodeLoop.advance
-
-    def slowly(self, *args):
-        restored.append(time.sleep(0.02))
-        return dispatch(self, *args)
-
-    def slow_step(self, stepping):
-        if torch.cuda.is_current_stream_capturing():
-            time.sleep(0.02)
-        advance(self, stepping)
-
-    monkeypatch.setattr(_capture._AtFirstOperation, "__torch_dispatch__", slowly)
-    monkeypatch.setattr(DecodeLoop, "advance", slow_step)
-    with beside(capturing()):
-        decoders = [Decoder(model, 1, temperature=0) for _ in range(10)]
-    assert all(decoder._loop.graph is not None for decoder in decoders)
-    assert len(restored) >= 20  # of each graph the seed and the offset
+def test_a_capture_leaves_the_default_generator_as_it_is():
+    model = model_on_gpu()
+    default = torch.cuda.default_generators[torch.cuda.current_device()]
+    torch.manual_seed(5)
+    before = default.get_state()
+    assert Decoder(model, 2)._loop.graph is not None
+    assert torch.equal(default.get_state(), before)
 
 
 def test_a_step_with_dropout_has_no_graph():
@@ -324,23 +266,3 @@ def test_a_step_with_dropout_has_no_graph():
         tokens = [decoder.prefill(prompts_of(0))] + [decoder.step().clone() for _ in range(20)]
         draws.append(torch.stack(tokens, 1))
     assert torch.equal(*draws)
-
-
-def test_without_torchs_cache_of_memory():
-    script = (
-        "import torch\n"
-        "from models import make_ids, make_model\n"
-        "from gla_ext.decode import Decoder\n"
-        "model, ids = make_model(hidden_size=64).cuda(), make_ids(T=7).cuda()\n"
-        "expected = model.generate(ids, 20, temperature=0, cuda_graph=False)\n"
-        "assert torch.equal(model.generate(ids, 20, temperature=0), expected)\n"
-        "assert Decoder(model, 2)._loop.graph is None\n"
-    )
-    environment = os.environ | {
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr

@@ -4,9 +4,9 @@ from torch import distributed
 
 
 def pytest_collection_modifyitems(items):
-    """All of these in one process of pytest -n, whose pool serves them."""
+    """What takes the pool in one process of pytest -n, whose pool serves it."""
     for item in items:
-        if "distributed" in item.path.parts:
+        if "pool" in item.fixturenames and "distributed" in item.path.parts:
             item.add_marker(pytest.mark.xdist_group("distributed"))
 
 

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla_ext import chunk_gla
 from gla_ext.distributed import build_cp_context
-from gla_ext.model import GLAForCausalLM
 from gla_ext.selftest import relative_error
 
 
@@ -28,81 +27,89 @@ def cut(group, T, lengths=None, dtype=torch.float64):
     return x, leaves, local(x.do, tokens), context
 
 
-def run_compiled(group, backend, lengths, sizes, dynamic):
-    context = None
+def operator(group, lengths, T):
+    _, leaves, do, context = cut(group, T, lengths)
 
-    def function(q, k, v, g):
-        o, state = chunk_gla(q, k, v, g, output_final_state=True, cp_context=context)
-        return 2 * o, state
+    def loss(q, k, v, g, do, cp_context):
+        o, state = chunk_gla(q, k, v, g, output_final_state=True, cp_context=cp_context)
+        return (2 * o * do).sum() + state.sum()
 
-    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
+    return loss, (*leaves, do, context), leaves
+
+
+def layer(group, lengths, T):
+    """A layer with convolutions."""
+    module = make_layer(use_short_conv=True)
+    x, context = part_of(group, make_x(B=1, T=T), lengths)
+
+    def loss(x, cp_context):
+        return module(x, cp_context=cp_context)[0].square().sum()
+
+    return loss, (x, context), list(module.parameters())
+
+
+def model(group, lengths, T):
+    """A model with its loss."""
+    module = make_model(torch.float64, use_short_conv=True).train()
+    x, context = part_of(group, make_ids(B=1, T=T), lengths)
+
+    def loss(x, cp_context):
+        return module(x, labels=x, cp_context=cp_context).loss
+
+    return loss, (x, context), list(module.parameters())
+
+
+def part_of(group, x, lengths):
+    offsets = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
+    context = build_cp_context(offsets, group)
+    return x.chunk(context.size, 1)[context.rank].contiguous(), context
+
+
+MAKE = {"operator": operator, "layer": layer, "model": model}
+
+
+def run_compiled(group, name, lengths, sizes, backend, dynamic):
+    """The number of graphs for texts of these sizes, whose loss and gradients are eager mode's."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    compiled = None
     for T in sizes:
-        _, leaves, do, context = cut(group, T, lengths)
+        loss, inputs, leaves = MAKE[name](group, lengths, T)
+        compiled = compiled or torch.compile(loss, fullgraph=True, backend=backend, dynamic=dynamic)
         results = []
-        for f in (compiled, function):  # a graph finds nothing that an eager call has kept
-            o, state = f(*leaves)
-            gradients = torch.autograd.grad((o, state), leaves, (do, torch.ones_like(state)))
-            results.append((o, state, *gradients))
+        for f in (compiled, loss):  # a graph finds nothing that an eager call has kept
+            value = f(*inputs)
+            results.append((value, *torch.autograd.grad(value, leaves)))
         for mine, theirs in zip(*results, strict=True):
-            assert_close(mine, theirs, 1e-13)
+            assert_close(mine, theirs, 1e-12)
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("lengths", [None, (30, 1, 40)], ids=["rows", "packed"])
-def test_a_whole_graph(pool, lengths):
-    assert pool(run_compiled, "aot_eager", lengths, (72,), None, ranks=2) == [1, 1]
+EAGER = ("aot_eager", None)
+slow = pytest.mark.slow
+GRAPHS = {
+    "rows": ("operator", None, (72,), *EAGER),
+    "a layer": ("layer", (5, 45, 14), (64,), *EAGER),
+    # Of rows that are cut evenly one for every length.
+    "symbolic sizes": ("operator", None, (72, 70, 40), "aot_eager", True),
+}
+SLOW_GRAPHS = {
+    "packed": ("operator", (30, 1, 40), (72,), *EAGER),
+    "Inductor": ("operator", None, (72,), "inductor", None),
+    "a model": ("model", None, (64,), *EAGER),
+    "a model, packed": ("model", (5, 45, 14), (64,), *EAGER),
+}
 
 
-def test_a_graph_of_symbolic_sizes(pool):
-    """Rows that are cut evenly: one graph for every length."""
-    assert pool(run_compiled, "aot_eager", None, (72, 70, 40), True, ranks=2) == [1, 1]
-
-
-@pytest.mark.slow
-def test_a_graph_by_inductor(pool):
-    assert pool(run_compiled, "inductor", None, (72,), None, ranks=2) == [1, 1]
-
-
-def run_compiled_module(group, make, lengths):
-    """A layer with convolutions, or a model with its loss, as one graph."""
-    offsets = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
-    context = build_cp_context(offsets, group)
-    module, x = make()
-    x = x.chunk(context.size, 1)[context.rank].contiguous()
-
-    def function(x):
-        if isinstance(module, GLAForCausalLM):
-            return module(x, labels=x, cp_context=context).loss
-        return module(x, cp_context=context)[0].square().sum()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    results = []
-    for f in (compiled, function):  # a graph finds nothing that an eager call has kept
-        loss = f(x)
-        results.append((loss, *torch.autograd.grad(loss, list(module.parameters()))))
-    for mine, theirs in zip(*results, strict=True):
-        assert_close(mine, theirs, 1e-12)
-
-
-def make_layer_and_x():
-    return make_layer(use_short_conv=True), make_x(B=1, T=64)
-
-
-def make_model_and_ids():
-    return make_model(torch.float64, use_short_conv=True).train(), make_ids(B=1, T=64)
-
-
-def test_a_whole_graph_of_a_layer(pool):
-    pool(run_compiled_module, make_layer_and_x, (5, 45, 14), ranks=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lengths", [None, (5, 45, 14)], ids=["rows", "packed"])
-def test_a_whole_graph_of_a_model(pool, lengths):
-    pool(run_compiled_module, make_model_and_ids, lengths, ranks=2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=name) for name, case in GRAPHS.items()),
+        *(pytest.param(case, id=name, marks=slow) for name, case in SLOW_GRAPHS.items()),
+    ],
+)
+def test_a_whole_graph(pool, case):
+    assert pool(run_compiled, *case, ranks=2) == [1, 1]
 
 
 def run_checkpointed(group):
@@ -122,10 +129,6 @@ def run_checkpointed(group):
             assert torch.equal(leaf.grad, theirs)
 
 
-def test_activation_checkpointing(pool):
-    pool(run_checkpointed, ranks=2)
-
-
 class Recorder(TorchDispatchMode):
     """The operators below autograd that were called, in order."""
 
@@ -140,49 +143,45 @@ class Recorder(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def run_counted(group):
-    _, leaves, do, context = cut(group, 64)
-    chunk_gla(*leaves, cp_context=context)  # compares the ranks
+def run_recorded(group, lengths, gv, dtype):
+    """What is called and sent by a rank in either direction."""
+    _, leaves, do, context = cut(group, 64, lengths, dtype)
+    gv = -leaves[2].detach().abs() if gv else None
+    chunk_gla(*leaves, gv=gv, cp_context=context)  # compares the ranks
     with Recorder() as forward:
-        o, _ = chunk_gla(*leaves, cp_context=context)
+        o, _ = chunk_gla(*leaves, gv=gv, cp_context=context)
     with Recorder() as backward:
         torch.autograd.grad(o, leaves, do)
-    return forward.names, backward.names
+    return forward.names, backward.names, forward.sent + backward.sent
 
 
-def test_a_direction_is_a_handful_of_operators(pool):
+@pytest.mark.parametrize(
+    ("lengths", "gv", "dtype"),
+    [
+        (None, False, torch.float64),
+        (None, True, torch.bfloat16),
+        ((30, 1, 33), True, torch.float64),
+        ((30, 1, 33), False, torch.bfloat16),
+    ],
+)
+def test_operators_and_what_is_sent(pool, lengths, gv, dtype):
+    """One all-gather a direction: states and decays, whatever the number of tokens."""
+    first, last = pool(run_recorded, lengths, gv, dtype, ranks=2)
+    H, K, V, rows = 2, 5, 3, 1 if lengths else 2
+    wide = torch.promote_types(dtype, torch.float32)
+    forward = rows * H * (K * V + K + (V if gv else 0)), wide
+    for *_, sent in (first, last):
+        assert sent == [forward, (rows * H * K * V, wide)]
+    if lengths or gv:
+        return
     gather = ["all_gather_into_tensor", "wait_tensor"]
-    first, last = pool(run_counted, ranks=2)
     forward = ["chunk_gla_summary", *gather, "chunk_gla_fold", "chunk_gla_apply"]
-    for found, _ in (first, last):
+    for found, *_ in (first, last):
         assert [name for name in found if not name.startswith("new_empty")] == forward
         assert len(found) <= len(forward) + 2
     backward = ["chunk_gla_summary_bwd", "view", *gather, "chunk_gla_fold", "chunk_gla_apply_bwd"]
     assert first[1] == backward
     assert last[1] == [name for name in backward if name != "chunk_gla_fold"]  # nothing follows
-
-
-def run_sent(group, lengths, gv, dtype):
-    """The numbers that a rank sends, forward and backward, and their dtype."""
-    _, leaves, do, context = cut(group, 64, lengths, dtype)
-    gv = -leaves[2].detach().abs() if gv else None
-    chunk_gla(*leaves, gv=gv, cp_context=context)  # compares the ranks
-    with Recorder() as recorder:
-        o, _ = chunk_gla(*leaves, gv=gv, cp_context=context)
-        torch.autograd.grad(o, leaves, do)
-    return recorder.sent
-
-
-@pytest.mark.parametrize("lengths", [None, (30, 1, 33)], ids=["rows", "packed"])
-@pytest.mark.parametrize("gv", [False, True], ids=["", "gv"])
-def test_what_is_sent(pool, lengths, gv):
-    """One all-gather a direction: states and decays, whatever the number of tokens."""
-    H, K, V = 2, 5, 3
-    rows = 1 if lengths else 2
-    for dtype, wide in ((torch.float64,) * 2, (torch.bfloat16, torch.float32)):
-        forward = rows * H * (K * V + K + (V if gv else 0)), wide
-        expected = [forward, (rows * H * K * V, wide)]
-        assert pool(run_sent, lengths, gv, dtype, ranks=2) == [expected] * 2
 
 
 def run_comparisons(group):
@@ -230,10 +229,6 @@ def run_autocast(group):
     assert [x.dtype for x in gradients] == [torch.float32] * 4
 
 
-def test_autocast(pool):
-    pool(run_autocast, ranks=2)
-
-
 def run_without_gradients(group):
     x, leaves, _, context = cut(group, 64)
     whole, _ = chunk_gla(x.q, x.k, x.v, x.g)
@@ -250,16 +245,15 @@ def run_without_gradients(group):
         dq.sum().backward()
 
 
-def test_without_gradients_and_with_too_many(pool):
-    pool(run_without_gradients, ranks=2)
+@pytest.mark.parametrize("run", [run_checkpointed, run_autocast, run_without_gradients])
+def test_what_wraps_a_call(pool, run):
+    pool(run, ranks=2)
 
 
 def run_dtype(group, dtype):
     x, leaves, do, context = cut(group, 160, dtype=dtype)
-    results = [
-        (o := chunk_gla(*leaves, cp_context=context)[0]),
-        *torch.autograd.grad(o, leaves, do),
-    ]
+    o, _ = chunk_gla(*leaves, cp_context=context)
+    results = [o, *torch.autograd.grad(o, leaves, do)]
     whole = [t.requires_grad_() for t in (x.q, x.k, x.v, x.g)]
     exact = [t.detach().double().requires_grad_() for t in whole]
 

@@ -1,11 +1,10 @@
 """examples/train_distributed.py under torchrun, as docs/distributed.md has it."""
 
 import re
-import sys
 
 import pytest
-from common import assert_close
-from source_tree import ROOT, run
+from common import ROOT, assert_close
+from launching import torchrun
 
 from gla_ext.model.checkpoint import load_model
 
@@ -14,18 +13,18 @@ TINY = ["--steps", "11", "--lr", "1e-3", "--batch-size", "4", "--seq-len", "32"]
 TINY += ["--hidden-size", "32"]
 
 
+EXAMPLE = ROOT / "examples" / "train_distributed.py"
+
+
 def launched(processes, out, *options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(processes), str(ROOT / "examples" / "train_distributed.py")]
-    command += [*TINY, "--device", "cpu", "--out", str(out), *options]
-    return run(*command, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    return torchrun(processes, EXAMPLE, *TINY, "--device", "cpu", "--out", out, *options)
 
 
 def trained(processes, out, *options):
     """Losses that the program prints, and the parameters of the model that it writes."""
-    result = launched(processes, out, *options)
-    assert result.returncode == 0, result.stderr
-    found = re.findall(rf"step \d+: ([\d.]+) bits/byte on {processes} processes", result.stdout)
+    status, text = launched(processes, out, *options)
+    assert status == 0, text
+    found = re.findall(rf"step \d+: ([\d.]+) bits/byte on {processes} processes", text)
     return [float(x) for x in found], dict(load_model(out).named_parameters())
 
 
@@ -39,7 +38,7 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param([], id="fsdp"),
+        pytest.param([], id="fsdp", marks=pytest.mark.slow),
         pytest.param(["--tensor-parallel", "2"], id="tensor", marks=pytest.mark.slow),
         pytest.param(["--context-parallel", "2"], id="context", marks=pytest.mark.slow),
     ],
@@ -53,6 +52,6 @@ def test_two_processes_train_as_one(alone, tmp_path, options):
 
 @pytest.mark.slow
 def test_sizes_that_do_not_divide(tmp_path):
-    result = launched(1, tmp_path / "model", "--tensor-parallel", "2")
-    assert "expected the number of processes to be a multiple of 2, got 1" in result.stderr
-    assert result.returncode and not (tmp_path / "model").exists()
+    status, text = launched(1, tmp_path / "model", "--tensor-parallel", "2")
+    assert "expected the number of processes to be a multiple of 2, got 1" in text
+    assert status and not (tmp_path / "model").exists()

@@ -5,11 +5,9 @@ import itertools
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
-from models import make_ids, make_layer, make_model, make_x
+from models import make_ids, make_model
 
-from gla_ext import chunk_gla
 from gla_ext.distributed import build_cp_context
 
 TIMEOUT = 3  # seconds, of the group alone that the rank stays away from
@@ -17,32 +15,10 @@ ABSENT = 1
 _numbers = itertools.count()
 
 
-def operator(context):
-    """`chunk_gla`: forward as a function that gives backward as one."""
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(1, 8, 2, 4, generator=generator).requires_grad_()
-
-    def forward():
-        o, _ = chunk_gla(q, q, q, -q.abs(), cp_context=context)
-        return o.sum().backward
-
-    return forward
-
-
-def layer(context):
-    """A layer whose convolutions ask for their halo first."""
-    module = make_layer(torch.float32, use_short_conv=True)
-    x = make_x(B=1, T=8, dtype=torch.float32)
-    return lambda: module(x, cp_context=context)[0].sum().backward
-
-
 def model(context):
-    """A language model with its loss."""
+    """A language model with convolutions: forward as a function that gives backward as one."""
     module, ids = make_model(use_short_conv=True).train(), make_ids(B=1, T=8)
     return lambda: module(ids, labels=ids, cp_context=context).loss.backward
-
-
-CALLS = {"operator": operator, "layer": layer, "model": model}
 
 
 def limited_group():
@@ -58,9 +34,9 @@ def error_of(call):
     return str(caught.value), time.monotonic() - start
 
 
-def run_without_one(group, name, when):
+def run_without_one(group, when):
     """What a rank meets where ABSENT does not come."""
-    forward = CALLS[name](build_cp_context(None, limited_group()))
+    forward = model(build_cp_context(None, limited_group()))
     if when != "the first call":  # at which the ranks are compared
         forward()()
     backward = forward() if when == "backward" else None
@@ -70,15 +46,15 @@ def run_without_one(group, name, when):
 
 
 def run_whole(group):
-    CALLS["model"](build_cp_context(None, group))()()
+    model(build_cp_context(None, group))()()
 
 
 @pytest.mark.parametrize(
-    ("name", "when"),
-    [("operator", "the first call"), ("layer", "a later call"), ("model", "backward")],
+    "when",
+    ["the first call", pytest.param("a later call", marks=pytest.mark.slow), "backward"],
 )
-def test_the_others_have_an_error_in_time(pool, name, when):
-    answers = pool(run_without_one, name, when)
+def test_the_others_have_an_error_in_time(pool, when):
+    answers = pool(run_without_one, when)
     assert answers.pop(ABSENT) is None
     for text, seconds in answers:
         assert "Timed out" in text or "closed" in text

@@ -21,32 +21,20 @@ from gla_ext.model.blocks import GLAMLP
 BF16 = torch.bfloat16
 
 
-def make(name):
-    """A module in fp32 and its inputs."""
-    x = torch.randn(2, 12, 24)
-    modules = {
-        "GatedLinearAttention": lambda: (make_layer(torch.float32), (x,)),
-        "every option": lambda: (make_layer(torch.float32, **EVERY), (x,)),
-        "Attention": lambda: (Attention(24, 4, 2, qkv_bias=True), (x,)),
-        "MultiheadGLA": lambda: (
-            MultiheadGLA(24, 4, batch_first=True),
-            (x, x, x),
-        ),
-        "GLAMLP": lambda: (GLAMLP(24, 32), (x,)),
-        "ShortConvolution": lambda: (ShortConvolution(24, 4, bias=True), (x,)),
-        "RMSNorm": lambda: (RMSNorm(24), (x, x, True)),
-        "GatedRMSNorm": lambda: (GatedRMSNorm(24), (x, -x)),
-        "GLAForCausalLM": lambda: (make_model(tie_word_embeddings=True), (make_ids(T=12),)),
-        "hybrid": lambda: (
-            make_model(attn={"layers": [1], "num_heads": 2}),
-            (make_ids(T=12),),
-        ),
-    }
-    return modules[name]()
-
-
-NAMES = ["GatedLinearAttention", "every option", "Attention", "MultiheadGLA", "GLAMLP"]
-NAMES += ["ShortConvolution", "RMSNorm", "GatedRMSNorm", "GLAForCausalLM", "hybrid"]
+X = torch.randn(2, 12, 24, generator=torch.Generator().manual_seed(0))
+# In fp32, with its inputs.
+MODULES = {
+    "GatedLinearAttention": lambda: (make_layer(torch.float32), (X,)),
+    "every option": lambda: (make_layer(torch.float32, **EVERY), (X,)),
+    "Attention": lambda: (Attention(24, 4, 2, qkv_bias=True), (X,)),
+    "MultiheadGLA": lambda: (MultiheadGLA(24, 4, batch_first=True), (X, X, X)),
+    "GLAMLP": lambda: (GLAMLP(24, 32), (X,)),
+    "ShortConvolution": lambda: (ShortConvolution(24, 4, bias=True), (X,)),
+    "RMSNorm": lambda: (RMSNorm(24), (X, X, True)),
+    "GatedRMSNorm": lambda: (GatedRMSNorm(24), (X, -X)),
+    "GLAForCausalLM": lambda: (make_model(tie_word_embeddings=True), (make_ids(T=12),)),
+    "hybrid": lambda: (make_model(attn={"layers": [1], "num_heads": 2}), (make_ids(T=12),)),
+}
 
 
 def call(module, inputs):
@@ -60,9 +48,9 @@ def call(module, inputs):
 
 def run_modules(group):
     mesh, policy = DeviceMesh.from_group(group, "cpu"), MixedPrecisionPolicy(BF16, torch.float32)
-    for name in NAMES:
+    for name, make in MODULES.items():
         torch.manual_seed(0)
-        module, inputs = make(name)
+        module, inputs = make()
         tensors = {id(t): t for t in inputs if torch.is_tensor(t) and t.is_floating_point()}
         short = {i: t.to(BF16) for i, t in tensors.items()}  # one that stands twice is one
         cast = [short.get(id(t), t) for t in inputs]

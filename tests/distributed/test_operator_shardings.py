@@ -156,10 +156,33 @@ def convolution(x, weight, bias):
 
 def attend(function, *args, **options):
     def call(q, k, v, state, *gates):
-        return function(q, k, v, *gates, *args, initial_state=state, output_final_state=True,
-                        **options)  # fmt: skip
+        o, final = function(
+            q, k, v, *gates, *args, initial_state=state, output_final_state=True, **options
+        )
+        if isinstance(o, DTensor):
+            assert (o.placements, final.placements) == (q.placements, state.placements)
+        return o, final
 
     return call
+
+
+def with_labels(function, labels, dim):
+    """A function of labels, with DTensors sharded by this dimension."""
+
+    def call(*leaves):
+        if isinstance(leaves[0], DTensor):
+            return function(*leaves, *sharded(leaves[0].device_mesh, [labels], [dim]))
+        return function(*leaves, labels)
+
+    return call
+
+
+def cross_entropy(logits, target):
+    return cross_entropy_loss(logits, target, 0.1, inplace_backward=True)[0]
+
+
+def linear_cross_entropy(x, weight, target):
+    return fused_linear_cross_entropy_loss(x, target, weight)
 
 
 def normalised(q, k, v, state, z):
@@ -177,6 +200,9 @@ def make_functions():
     heads = ((q, q, q, state), (2, 2, 2, 1))
     batch, gated = (heads[0], (0, 0, 0, 0)), ((*heads[0], g), (2, 2, 2, 1, 2))
     ops = gla_ext.ops
+    # Torch's operations take no other labels on shards of classes.
+    labels, packed = LABELS.where(LABELS >= 0, 3), {"cu_seqlens": torch.tensor([0, 5, 7])}
+    gla = (q[:1], q[:1], q[:1], state, F.logsigmoid(q[:1]))  # k is redistributed
     return {
         "rms_norm": (lambda x, w, g: rms_norm(x, w, 1e-5, g), (x, last, x), (1, None, 1)),
         "rms_norm_residual": (rms_norm_residual, (x, x, last), (0, 0, None)),
@@ -195,6 +221,11 @@ def make_functions():
         "ShortConvolution, batch": (convolution, (x, normal(8, 1, 4), last), (0, None, None)),
         "gate_projection": (gate_projection, (normal(5, 4), normal(8, 4), last), (0, None, None)),
         "gate_projection, heads": (gate_projection, (normal(5, 4), normal(8, 4)), (None, 0)),
+        "loss over tokens": (with_labels(cross_entropy, LABELS, 0), (normal(5, 6),), (0,)),
+        "loss over classes": (with_labels(cross_entropy, labels, None), (normal(5, 6),), (1,)),
+        "linear loss": (
+            with_labels(linear_cross_entropy, LABELS, 0), (normal(5, 8), weight), (0, None)
+        ),
         "chunk_simple_gla": (attend(ops.chunk_simple_gla), *gated),
         "fused_recurrent_simple_gla": (attend(ops.fused_recurrent_simple_gla), *gated),
         "chunk_simple_gla, g_gamma": (
@@ -210,6 +241,15 @@ def make_functions():
         "chunk_linear_attn": (
             normalised, (*heads[0], normal(2, 1, 4, 8)), (*heads[1], 2)
         ),
+        **{
+            f"{function.__name__} of {name}": (attend(function, **options), leaves, dims)
+            for function in (ops.chunk_gla, ops.fused_recurrent_gla)
+            for name, options, leaves, dims in (
+                ("rows", {}, (*heads[0], F.logsigmoid(q)), (0, None, 0, 0, 0)),
+                ("packed heads", packed, gla, (2, None, 2, 1, 2)),
+                ("whole tensors", {}, (*heads[0], F.logsigmoid(q)), (None,) * 5),
+            )
+        },
     }  # fmt: skip
 
 
@@ -246,43 +286,6 @@ def test_functions_on_shards(pool):
                 assert_close(mine, its, 1e-11, name=name)
 
 
-def run_losses(group):
-    """With logits sharded over tokens by the operator, over classes by torch's operations."""
-    torch.manual_seed(1)
-    mesh = DeviceMesh.from_group(group, "cpu")
-    logits, x, weight = normal(5, 6), normal(5, 8), normal(6, 8)
-    labels = LABELS.where(LABELS >= 0, 3)  # torch's operations take no other on shards of classes
-
-    def call(function, leaves, dims, target, target_dim):
-        (target,) = sharded(mesh, [target], [target_dim])
-        return outputs_and_gradients(lambda *t: function(*t, target), sharded(mesh, leaves, dims))
-
-    def linear(x, weight, target):
-        return fused_linear_cross_entropy_loss(x, target, weight)
-
-    found = [
-        call(cross_entropy, [logits], [0], LABELS, 0),
-        call(cross_entropy, [logits], [1], labels, None),
-        call(linear, [x, weight], [0, None], LABELS, 0),
-    ]
-    expected = [
-        outputs_and_gradients(lambda t: cross_entropy(t, LABELS), [logits.clone()]),
-        outputs_and_gradients(lambda t: cross_entropy(t, labels), [logits.clone()]),
-        outputs_and_gradients(lambda *t: linear(*t, LABELS), [x.clone(), weight.clone()]),
-    ]
-    for mine, theirs in zip(found, expected, strict=True):
-        for a, b in zip(mine, theirs, strict=True):
-            assert_close(a, b, 1e-12)
-
-
-def cross_entropy(logits, target):
-    return cross_entropy_loss(logits, target, 0.1, inplace_backward=True)[0]
-
-
-def test_losses(pool):
-    pool(run_losses, ranks=2)
-
-
 def make_pool():
     x = [normal(3, 2, 4, 8) for _ in range(3)]
     gate = F.logsigmoid(normal(3, 2, 4))
@@ -313,26 +316,6 @@ def test_a_pool_of_states(pool):
     for found in pool(run_pool, ranks=2):
         for mine, theirs in zip(found, expected, strict=True):
             assert_close(mine, theirs, 1e-12)
-
-
-def test_what_of_a_pool_is_refused(one_rank):
-    qkv, _, state, *_ = make_pool()
-    step = gla_ext.ops.recurrent_gla_step_
-    with pytest.raises(NotImplementedError, match=r"^recurrent_gla_step_: expected q to be repl"):
-        step(*sharded(one_rank, qkv, (0, 0, 0)), state=sharded(one_rank, [state], [None])[0])
-    message = r"^recurrent_gla_verify: expected state to lie as q, S\(1\), got R; redistribute it"
-    with pytest.raises(NotImplementedError, match=message):
-        gla_ext.ops.recurrent_gla_verify(
-            *sharded(one_rank, qkv, (2, 2, 2)), state=sharded(one_rank, [state], [None])[0]
-        )
-    operands, pool = sharded(one_rank, qkv, (2, 2, 2)), sharded(one_rank, [state], [1])[0]
-    for call in (step, gla_ext.ops.recurrent_gla_verify):
-        with pytest.raises(NotImplementedError, match="out to be None with DTensors, got a tensor"):
-            call(*operands, state=pool, out=torch.empty(3, 2, 4, 8))
-    with pytest.raises(NotImplementedError, match=r"commit_: expected .* make state a DTensor too"):
-        gla_ext.ops.recurrent_gla_commit_(
-            *sharded(one_rank, qkv[1:], (2, 2)), state=state, accepted=torch.ones(3).long()
-        )
 
 
 SAMPLES = {"float": 1.0, "int": 1, "bool": False, "str": "group", "ScalarType": torch.float32}
@@ -366,34 +349,11 @@ def test_other_operators_are_refused_by_name(one_rank):
 
 
 def test_each_public_function_is_here():
-    """Or in test_sharding.py, or takes no tensors of its own."""
+    """Or takes no tensors of its own."""
     functions = {name for name in gla_ext.ops.__all__ if not name.startswith("fused_chunk")}
-    elsewhere = {"chunk_gla", "fused_recurrent_gla"}
     others = {"batch_invariant", "check_inputs", "in_mode_of_now", "is_batch_invariant"}
     others |= {"keeps_for_backward", "lightning_decay", "retention_decay"}
-    others |= {"chunk_gla_", "short_convolution_"}  # refused: see the next test
+    others |= {"chunk_gla_", "short_convolution_"}  # refused: see test_sharding.py
     mentioned = inspect.getsource(make_functions) + inspect.getsource(step_verify_and_commit)
     mentioned += inspect.getsource(normalised)
-    assert {name for name in functions - elsewhere - others if name not in mentioned} == set()
-
-
-def test_prompts_on_a_pool_are_refused_by_name(one_rank):
-    (x, weight, pool) = sharded(
-        one_rank, (normal(1, 3, 8), normal(8, 1, 4), normal(2, 8, 4)), (None,) * 3
-    )
-    with pytest.raises(NotImplementedError, match=r"^short_convolution_: expected plain tensors"):
-        gla_ext.ops.short_convolution_(x, weight, state=pool)
-    plain = normal(1, 3, 8), normal(8, 1, 4)
-    with pytest.raises(NotImplementedError, match=r"^short_convolution_: expected plain tensors"):
-        gla_ext.ops.short_convolution_(*plain, state=normal(1, 8, 4), out=x)
-    q, state = sharded(one_rank, (normal(1, 3, 2, 4), normal(1, 2, 4, 4)), (None,) * 2)
-    with pytest.raises(NotImplementedError, match=r"^chunk_gla_: expected plain tensors"):
-        gla_ext.ops.chunk_gla_(q, q, q, q, state=state)
-
-
-def test_attention_is_refused_by_name(one_rank):
-    from gla_ext.layers.attention import Attention
-
-    x = distribute_tensor(torch.zeros(1, 4, 8), one_rank, [Replicate()])
-    with pytest.raises(NotImplementedError, match=r"^Attention: expected plain tensors, got a DT"):
-        Attention(8, 2)(x)
+    assert {name for name in functions - others if name not in mentioned} == set()

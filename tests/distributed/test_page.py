@@ -58,46 +58,46 @@ def assert_one_process_s(answers, expected, bound):
             assert_close(grads[name], gradient, max(bound, 1e-6), name=name)
 
 
-def run_fsdp(group):
-    ids = make_ids(B=4, T=24).chunk(4)[dist.get_rank()]
-    model = run_recipe("FSDP2", {"model": make_model(**OPTIONS).train()})["model"]
-    loss = model(ids, labels=ids).loss
-    loss.backward()
-    return all_sum(loss, group.group_name).item() / 4, gradients(model)
+def run_training(group, heading, dp, cp, tp):
+    """The mean loss and the gradients of a section's recipe, of one rank's rows and tokens."""
+    dtype = torch.float32 if heading == "FSDP2" else torch.float64
+    model, rank = make_model(dtype, **OPTIONS).train(), dist.get_rank()
+    rows = make_ids(B=4, T=24).chunk(dp)[rank // (cp * tp)]
+    my_tokens = rows.chunk(cp, 1)[rank // tp % cp]
+    names = {"model": model, "my_tokens": my_tokens, "group": group, "dp": dp, "cp": cp, "tp": tp}
+    names = run_recipe(heading, names)
+    if "loss" not in names:  # a section that only lays a model out
+        names["loss"] = names["model"](my_tokens, labels=my_tokens).loss
+        names["loss"].backward()
+    loss = all_sum(names["loss"], group.group_name).item() / (dp * cp * tp)
+
+    def mean(gradient):
+        return all_sum(gradient, group.group_name) / cp
+
+    return loss, gradients(model, mean if heading == "Context parallel" else lambda x: x)
+
+
+RECIPES = {
+    "Tensor parallel": ((1, 1, 4),),
+    "Context parallel": ((1, 4, 1),),
+    "All three": ((1, 2, 2), (2, 1, 2), (2, 2, 1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("heading", "sizes"), [(name, sizes) for name, cases in RECIPES.items() for sizes in cases]
+)
+def test_training(pool, heading, sizes):
+    expected = whole(torch.float64, make_ids(B=4, T=24))
+    assert_one_process_s(pool(run_training, heading, *sizes), expected, 1e-12)
 
 
 def test_fsdp(pool):
+    """In bf16, whose rounding is of single rows."""
     rows = [whole(torch.bfloat16, ids) for ids in make_ids(B=4, T=24).chunk(4)]
     mean = {name: sum(grads[name] for _, grads in rows) / 4 for name in rows[0][1]}
     expected = sum(loss for loss, _ in rows) / 4, mean
-    assert_one_process_s(pool(run_fsdp), expected, 3e-2)
-
-
-def run_tensor_parallel(group):
-    model = make_model(torch.float64, **OPTIONS).train()
-    model = run_recipe("Tensor parallel", {"model": model})["model"]
-    ids = make_ids(B=2, T=24)
-    loss = model(ids, labels=ids).loss
-    loss.backward()
-    return loss.item(), gradients(model)
-
-
-def test_tensor_parallel(pool):
-    expected = whole(torch.float64, make_ids(B=2, T=24))
-    assert_one_process_s(pool(run_tensor_parallel), expected, 1e-12)
-
-
-def run_context_parallel(group):
-    model = make_model(torch.float64, **OPTIONS).train()
-    my_tokens = make_ids(B=2, T=24).chunk(4, 1)[dist.get_rank()]
-    names = {"model": model, "my_tokens": my_tokens, "group": group}
-    loss = run_recipe("Context parallel", names)["loss"]
-    return loss.item(), gradients(model, lambda x: all_sum(x, group.group_name) / 4)
-
-
-def test_context_parallel(pool):
-    expected = whole(torch.float64, make_ids(B=2, T=24))
-    assert_one_process_s(pool(run_context_parallel), expected, 1e-12)
+    assert_one_process_s(pool(run_training, "FSDP2", 4, 1, 1), expected, 3e-2)
 
 
 def run_long_prompt(group):
@@ -118,27 +118,11 @@ def test_a_long_prompt(pool):
         assert torch.equal(tokens, expected)
 
 
-def run_all_three(group, dp, cp, tp):
-    model = make_model(torch.float64, **OPTIONS).train()
-    rank = dist.get_rank()
-    rows = make_ids(B=4, T=24).chunk(dp)[rank // (cp * tp)]
-    my_tokens = rows.chunk(cp, 1)[rank // tp % cp]
-    names = {"model": model, "my_tokens": my_tokens, "dp": dp, "cp": cp, "tp": tp}
-    names = run_recipe("All three", names)
-    return all_sum(names["loss"], group.group_name).item() / (dp * cp * tp), gradients(model)
-
-
-@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2), (2, 2, 1)], ids=str)
-def test_all_three(pool, sizes):
-    expected = whole(torch.float64, make_ids(B=4, T=24))
-    assert_one_process_s(pool(run_all_three, *sizes), expected, 1e-12)
-
-
 @pytest.mark.slow
 def test_all_three_on_eight():
     processes = Pool(8)
     try:
-        found = processes(run_all_three, 2, 2, 2)
+        found = processes(run_training, "All three", 2, 2, 2)
     finally:
         processes.stop()
     assert_one_process_s(found, whole(torch.float64, make_ids(B=4, T=24)), 1e-12)

@@ -1,4 +1,4 @@
-"""Operators on DTensors: sharded over batch or heads, with one process's results."""
+"""DTensors whose tokens a context cuts, and those that operators refuse."""
 
 import pytest
 import torch
@@ -6,85 +6,112 @@ from common import assert_close, make_inputs
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from gla_ext import chunk_gla, fused_recurrent_gla
+import gla_ext.ops
+from gla_ext import chunk_gla
 from gla_ext.distributed import build_cp_context
-
-OPERATORS = {"chunk_gla": chunk_gla, "fused_recurrent_gla": fused_recurrent_gla}
-PLACEMENTS = {"batch": (Shard(0), Shard(0)), "heads": (Shard(2), Shard(1))}
-PLACEMENTS |= {"replicated": (Replicate(), Replicate())}
+from gla_ext.layers.attention import Attention
 
 
-def run_sharded(group, x, operator, placement):
-    mesh = DeviceMesh.from_group(group, "cpu")
-    tokens, state = PLACEMENTS[placement]
-    leaves = [distribute_tensor(t, mesh, [tokens]).requires_grad_() for t in (x.q, x.k, x.v, x.g)]
-    leaves[1] = distribute_tensor(x.k, mesh, [Replicate()]).requires_grad_()  # is redistributed
-    leaves.append(distribute_tensor(x.initial_state, mesh, [state]).requires_grad_())
-    o, final = OPERATORS[operator](
-        *leaves[:4], initial_state=leaves[4], output_final_state=True, cu_seqlens=x.cu_seqlens
+def results(x, context=None, mesh=None, tokens=None, state=None):
+    """Outputs, final states and gradients, whole; with a mesh, of DTensors that lie so."""
+
+    def convert(t, placements):
+        return t.detach() if mesh is None else distribute_tensor(t.detach(), mesh, placements)
+
+    leaves = [convert(t, tokens).requires_grad_() for t in (x.q, x.k, x.v, x.g)]
+    leaves.append(convert(x.initial_state, state).requires_grad_())
+    o, final = chunk_gla(
+        *leaves[:4], initial_state=leaves[4], output_final_state=True, cp_context=context
     )
-    assert o.placements == (tokens,) and final.placements == (state,)
-    upstream = (distribute_tensor(x.do, mesh, [tokens]), distribute_tensor(x.dht, mesh, [state]))
-    gradients = torch.autograd.grad((o, final), leaves, upstream)
-    return [t.detach().full_tensor() for t in (o, final, *gradients)]
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_results_are_one_process_s(pool, operator, placement):
-    lengths = (20, 13) if placement == "heads" else None
-    x = make_inputs(1 if lengths else 4, 33, 4, 5, 3, torch.float64, lengths=lengths)
-    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v, x.g, x.initial_state)]
-    o, final = OPERATORS[operator](
-        *leaves[:4], initial_state=leaves[4], output_final_state=True, cu_seqlens=x.cu_seqlens
-    )
-    expected = (o, final, *torch.autograd.grad((o, final), leaves, (x.do, x.dht)))
-    for found in pool(run_sharded, x.map(torch.Tensor.detach), operator, placement, ranks=2):
-        for mine, theirs in zip(found, expected, strict=True):
-            assert_close(mine, theirs, 1e-12)
+    if mesh is not None:
+        assert list(o.placements) == tokens and final.placements[1].is_partial()
+        final = final.redistribute(placements=state)
+    upstream = convert(x.do, tokens), convert(x.dht, state)
+    found = (o, final, *torch.autograd.grad((o, final), leaves, upstream))
+    return leaves, [t.detach() if mesh is None else t.detach().full_tensor() for t in found]
 
 
 def run_sharded_tokens(group, x):
     """Tokens over two ranks and heads over two, on a mesh of both."""
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("tp", "cp"))
     context = build_cp_context(None, mesh["cp"].get_group())
-    tokens, state = [Shard(2), Shard(1)], [Shard(1), Replicate()]
-    leaves = [distribute_tensor(t, mesh, tokens).requires_grad_() for t in (x.q, x.k, x.v, x.g)]
-    leaves.append(distribute_tensor(x.initial_state, mesh, state).requires_grad_())
-    o, final = chunk_gla(
-        *leaves[:4], initial_state=leaves[4], output_final_state=True, cp_context=context
-    )
-    assert list(o.placements) == tokens and final.placements[1].is_partial()
-    upstream = (distribute_tensor(x.do, mesh, tokens), distribute_tensor(x.dht, mesh, state))
-    final = final.redistribute(placements=state)
-    gradients = torch.autograd.grad((o, final), leaves, upstream)
+    leaves, found = results(x, context, mesh, [Shard(2), Shard(1)], [Shard(1), Replicate()])
     with pytest.raises(NotImplementedError, match="that is cp_context's group, and on no other"):
         chunk_gla(*leaves[:4], cp_context=build_cp_context(None, mesh["tp"].get_group()))
     packed = build_cp_context(torch.tensor([0, 34]), mesh["cp"].get_group())
     with pytest.raises(NotImplementedError, match="expected a cp_context of equal parts"):
         chunk_gla(*leaves[:4], cp_context=packed)
-    return [t.detach().full_tensor() for t in (o, final, *gradients)]
+    return found
 
 
 def test_tokens_that_a_context_cuts(pool):
     x = make_inputs(2, 34, 4, 5, 3, torch.float64)
-    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v, x.g, x.initial_state)]
-    o, final = chunk_gla(*leaves[:4], initial_state=leaves[4], output_final_state=True)
-    expected = (o, final, *torch.autograd.grad((o, final), leaves, (x.do, x.dht)))
-    for found in pool(run_sharded_tokens, x.map(torch.Tensor.detach)):
+    _, expected = results(x)
+    for found in pool(run_sharded_tokens, x):
         for mine, theirs in zip(found, expected, strict=True):
             assert_close(mine, theirs, 1e-12)
 
 
+def refusals(mesh):
+    """Calls by what they are refused with, of tensors sharded by the first argument's dimension."""
+
+    def sharded(dim, *shape):
+        place = Replicate() if dim is None else Shard(dim)
+        return distribute_tensor(torch.ones(shape), mesh, [place])
+
+    q, state, inputs = (3, 2, 4, 8), (5, 4, 8, 8), (1, 3, 8)
+    ops, heads, pool = gla_ext.ops, [sharded(2, *q)] * 3, sharded(1, *state)
+    plain, out = torch.ones(q), torch.empty(q)
+    weight, cache = torch.ones(8, 1, 4), torch.ones(1, 8, 4)
+    one = sharded(None, 1, 3, 2, 4)
+    no_out = "out to be None with DTensors, got a tensor"
+    return [
+        (r"tokens, Shard\(1\), got S", lambda: chunk_gla(*[sharded(1, *q)] * 4)),
+        ("make k a DTensor too", lambda: chunk_gla(sharded(0, *q), plain, plain, plain)),
+        (
+            r"packed sequences .* redistribute q",
+            lambda: chunk_gla(*[sharded(0, *q)] * 4, cu_seqlens=torch.tensor([0, 2])),
+        ),
+        (
+            r"^recurrent_gla_step_: expected q to be repl",
+            lambda: ops.recurrent_gla_step_(*[sharded(0, *q)] * 3, state=sharded(None, *state)),
+        ),
+        (
+            r"^recurrent_gla_verify: expected state to lie as q, S\(1\), got R; redistribute it",
+            lambda: ops.recurrent_gla_verify(*heads, state=sharded(None, *state)),
+        ),
+        (no_out, lambda: ops.recurrent_gla_step_(*heads, state=pool, out=out)),
+        (no_out, lambda: ops.recurrent_gla_verify(*heads, state=pool, out=out)),
+        (
+            r"commit_: expected .* make state a DTensor too",
+            lambda: ops.recurrent_gla_commit_(
+                *heads[:2], state=torch.ones(state), accepted=torch.ones(3).long()
+            ),
+        ),
+        (
+            r"^short_convolution_: expected plain tensors",
+            lambda: ops.short_convolution_(
+                sharded(None, *inputs), sharded(None, 8, 1, 4), state=sharded(None, 2, 8, 4)
+            ),
+        ),
+        (
+            r"^short_convolution_: expected plain tensors",
+            lambda: ops.short_convolution_(
+                torch.ones(inputs), weight, state=cache, out=sharded(None, *inputs)
+            ),
+        ),
+        (
+            r"^chunk_gla_: expected plain tensors",
+            lambda: ops.chunk_gla_(one, one, one, one, state=sharded(None, 1, 2, 4, 4)),
+        ),
+        (
+            r"^Attention: expected plain tensors, got a DT",
+            lambda: Attention(8, 2)(sharded(None, 1, 4, 8)),
+        ),
+    ]
+
+
 def test_what_is_refused(one_rank):
-    x = make_inputs(2, 8, 2, 4, 4)
-
-    def sharded(dim, t=x.q):
-        return distribute_tensor(t, one_rank, [Shard(dim)])
-
-    with pytest.raises(NotImplementedError, match=r"tokens, Shard\(1\), got S"):
-        chunk_gla(*[sharded(1)] * 4)
-    with pytest.raises(NotImplementedError, match="make k a DTensor too"):
-        chunk_gla(sharded(0), x.k, x.v, x.g)
-    with pytest.raises(NotImplementedError, match=r"packed sequences .* redistribute q"):
-        chunk_gla(*[sharded(0)] * 4, cu_seqlens=torch.tensor([0, 8]))
+    for sentence, call in refusals(one_rank):
+        with pytest.raises(NotImplementedError, match=sentence):
+            call()

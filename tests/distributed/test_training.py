@@ -93,9 +93,10 @@ def assert_trains_as_one_process(processes, folder, path, sizes):
             for name, x in trainer.model.state_dict().items():
                 assert_close(parameters[name], x, 1e-3, name=name)
     assert [f.name for f in path.parent.glob("*.dcp")] == [read_metadata(path)["sharded"]]
-    # As one process, and with other sizes.
+    # As one process, whose own checkpoint is the next ones'.
     alone = Trainer(Settings(**TINY), load_corpus(folder), CPU)
     alone.load(path)
+    alone.save(path)
     while alone.step < TINY["steps"]:
         alone.update()
     assert_close(alone.losses, trainer.losses, 1e-5)
@@ -103,7 +104,16 @@ def assert_trains_as_one_process(processes, folder, path, sizes):
     return trainer.losses, others
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+SLOW = ("tensor", "context")  # each is half of the last
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(sizes, id=name, marks=[pytest.mark.slow] * (name in SLOW))
+        for name, sizes in SIZES.items()
+    ],
+)
 def test_losses_gradients_and_weights_are_one_process_s(pool, folder, tmp_path, sizes):
     path = tmp_path / "checkpoint.safetensors"
     expected, others = assert_trains_as_one_process(pool, folder, path, sizes)
@@ -181,42 +191,22 @@ def test_an_evaluation_makes_no_graphs(one_rank, folder):
     assert_close(trainer._mean_losses(), expected.losses, 1e-5)
 
 
-def test_going_on_from_one_process(pool, folder, tmp_path):
-    trainer = Trainer(Settings(**TINY), load_corpus(folder), CPU)
-    while trainer.step < TINY["steps"]:
-        if trainer.step == 3:
-            trainer.save(tmp_path / "checkpoint.safetensors")
-        trainer.update()
-    path = tmp_path / "checkpoint.safetensors"
-    for losses in pool(run_going_on, folder, {"tensor_parallel": 2}, path):
-        assert_close(losses, trainer.losses, 1e-5)
-
-
 def run_refused(group, folder, settings, **options):
     with pytest.raises((NotImplementedError, ValueError)) as caught:
         sharded(folder, TINY | settings, **options)
     return str(caught.value)
 
 
-def test_graphs_of_steps_are_refused(pool, folder):
-    expected = "expected --no-cuda-graph on several processes, got --cuda-graph"
-    assert pool(run_refused, folder, {}, cuda_graph=True) == [expected] * 4
-
-
-@pytest.mark.parametrize(
-    ("settings", "got"),
-    [({"segments": 3}, "--segments 3"), ({"packed": True}, "--segments 1 --packed")],
-)
-def test_windows_of_several_steps_are_refused(pool, tmp_path, settings, got):
-    (tmp_path / "text.py").write_text("pass\n" * 400)
-    expected = f"expected --segments 1 and --no-packed on several processes, got {got}"
-    assert pool(run_refused, tmp_path, settings) == [expected] * 4
-
-
-NOT_DIVIDED = {
+REFUSED = {
+    "expected --no-cuda-graph on several processes, got --cuda-graph": ({}, {"cuda_graph": True}),
+    "expected --segments 1 and --no-packed on several processes, got --segments 3": (
+        *({"segments": 3}, {}),
+    ),
+    "expected --segments 1 and --no-packed on several processes, got --segments 1 --packed": (
+        *({"packed": True}, {}),
+    ),
     "expected --batch-size to be a multiple of 4, the ranks of FSDP2, got 6": (
-        {"batch_size": 6},
-        {},
+        *({"batch_size": 6}, {}),
     ),
     "expected --seq-len to be a multiple of 2, the ranks of context parallel, got 31": (
         *({"seq_len": 31}, {"context_parallel": 2}),
@@ -226,9 +216,10 @@ NOT_DIVIDED = {
 }
 
 
-def test_what_the_ranks_do_not_divide_is_refused(pool, folder):
-    for expected, (settings, sizes) in NOT_DIVIDED.items():
-        assert pool(run_refused, folder, settings, **sizes) == [expected] * 4
+def test_what_is_refused(pool, tmp_path):
+    (tmp_path / "text.py").write_text("pass\n" * 400)
+    for expected, (settings, options) in REFUSED.items():
+        assert pool(run_refused, tmp_path, settings, **options) == [expected] * 4
 
 
 def test_one_process_takes_no_sizes(tmp_path, capsys):

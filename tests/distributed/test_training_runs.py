@@ -8,15 +8,14 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from common import ROOT, assert_close
+from common import assert_close
+from launching import torchrun
 from test_training import TINY, sharded
 
 from gla_ext import train
@@ -104,8 +103,17 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("steps", [6, 9])
-@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
+AGAIN = ("the file", "not the old folder's end")  # after which more steps are asked for, too
+
+
+@pytest.mark.parametrize(
+    ("moment", "steps"),
+    [
+        pytest.param(moment, steps, id=f"{name}-{steps}")
+        for name, moment in MOMENTS.items()
+        for steps in ((6, 9) if name in AGAIN else (6,))
+    ],
+)
 def test_killed_while_it_saves(one_rank, folder, tmp_path, monkeypatch, moment, steps):
     """The old checkpoint or the new one is whole, and what else lies there goes at the start.
 
@@ -154,24 +162,6 @@ def test_killed_while_it_saves(one_rank, folder, tmp_path, monkeypatch, moment, 
         assert torch.equal(mine.full_tensor(), theirs.full_tensor())
 
 
-def torchrun(script, *args):
-    """Status and output of a script in two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", str(script), *map(str, args)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        text, _ = process.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends what it has started
-        text, _ = process.communicate(timeout=60)
-        pytest.fail(f"the job did not end by itself:\n{text}")
-    return process.returncode, text
-
-
 def test_a_killed_rank_ends_the_job_and_one_process_goes_on(folder, tmp_path, device, capsys):
     """The first rank is killed without warning in the middle; the other does not wait for it.
 
@@ -181,7 +171,7 @@ def test_a_killed_rank_ends_the_job_and_one_process_goes_on(folder, tmp_path, de
         pytest.skip("needs two GPUs")
     args, out = flags(folder, 16, device), tmp_path / "run"
     script = Path(__file__).with_name("killed_run.py")
-    status, text = torchrun(script, 12, *args, "--out", out, "--save-every", 5)
+    status, text = torchrun(2, script, 12, *args, "--out", out, "--save-every", 5)
     assert status not in (0, None), text
     assert "Signal 9 (SIGKILL)" in text
     assert read_metadata(out / CHECKPOINT)["step"] == 10, text

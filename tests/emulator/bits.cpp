@@ -4,24 +4,6 @@
 namespace emulator {
 namespace {
 
-struct And {
-  template <class T>
-  static T of(T a, T b) {
-    return a & b;
-  }
-};
-struct Or {
-  template <class T>
-  static T of(T a, T b) {
-    return a | b;
-  }
-};
-struct Xor {
-  template <class T>
-  static T of(T a, T b) {
-    return a ^ b;
-  }
-};
 struct Not {
   template <class T>
   static T of(T a) {
@@ -92,9 +74,9 @@ Execute shift(const std::string& type) {
 Execute decode_bits(const Words& words, Instruction&) {
   const std::string &op = words[0], &type = words.back();
   if (type == "pred") return nullptr;
-  if (op == "and") return two_integers<And>(type);
-  if (op == "or") return two_integers<Or>(type);
-  if (op == "xor") return two_integers<Xor>(type);
+  if (op == "and") return two_integers<Plain<std::bit_and<>>>(type);
+  if (op == "or") return two_integers<Plain<std::bit_or<>>>(type);
+  if (op == "xor") return two_integers<Plain<std::bit_xor<>>>(type);
   if (op == "not") return one_integer<Not>(type);
   if (op == "shl") return shift<ShiftLeft>(type);
   if (op == "shr") return shift<ShiftRight>(type);

@@ -74,13 +74,12 @@ template <class D>
 Execute convert_integer(const std::string& from, const Instruction& i) {
   if (from == "s8") return convert_from<D, int8_t>(i);
   if (from == "u8") return convert_from<D, uint8_t>(i);
-  if (from == "s16") return convert_from<D, int16_t>(i);
-  if (from == "u16") return convert_from<D, uint16_t>(i);
-  if (from == "s32") return convert_from<D, int32_t>(i);
-  if (from == "u32") return convert_from<D, uint32_t>(i);
-  if (from == "s64") return map<Convert<D>, D, int64_t>;
-  if (from == "u64") return map<Convert<D>, D, uint64_t>;
-  return nullptr;
+  return for_integer(from, [&]<class S>(S) -> Execute {
+    if constexpr (sizeof(S) == 8)
+      return map<Convert<D>, D, S>;
+    else
+      return convert_from<D, S>(i);
+  });
 }
 template <class D>
 Execute round_to(const Words& words) {

@@ -16,6 +16,13 @@ __device__ void write_ones(unsigned char* tile) {
   for (int i = threadIdx.x; i < 64 * 64 / 2; i += blockDim.x)
     reinterpret_cast<uint32_t*>(tile)[i] = 0x3f803f80;
 }
+// Both tiles of ones. Products may read them only behind a fence.
+__device__ void write_tiles(bool fenced) {
+  write_ones(s_bytes);
+  write_ones(s_bytes + 8192);
+  if (fenced) fence_for_products();
+  __syncthreads();
+}
 // One product of two tiles; the result is 16 everywhere.
 __device__ void begin_product(float (&d)[32]) {
   begin_products();
@@ -57,10 +64,7 @@ __device__ void stay_in_global_memory(uint32_t* out) {
 // Ordinary writes, a fence, and a product.
 template <bool kWrong>
 __device__ void fence_before_a_product(uint32_t* out) {
-  write_ones(s_bytes);
-  write_ones(s_bytes + 8192);
-  if (!kWrong) fence_for_products();
-  __syncthreads();
+  write_tiles(!kWrong);
   float d[32];
   begin_product(d);
   wait_for_products<0>();
@@ -70,10 +74,7 @@ __device__ void fence_before_a_product(uint32_t* out) {
 // A product waited for before what it reads is written again.
 template <bool kWrong>
 __device__ void wait_for_a_product(uint32_t* out) {
-  write_ones(s_bytes);
-  write_ones(s_bytes + 8192);
-  fence_for_products();
-  __syncthreads();
+  write_tiles(true);
   float d[32];
   begin_product(d);
   if (!kWrong) wait_for_products<0>();

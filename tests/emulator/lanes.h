@@ -3,6 +3,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <functional>
 #include <iterator>
 #include <string>
 #include <utility>
@@ -82,6 +83,14 @@ template <class F>
 Execute one_integer(const std::string& type) {
   return for_integer(type, []<class T>(T) -> Execute { return map<F, T, T>; });
 }
+// An operator of two values, such as std::less<>.
+template <class Operator>
+struct Plain {
+  template <class T>
+  static auto of(T a, T b) {
+    return Operator{}(a, b);
+  }
+};
 // Integers wrap around.
 template <class T>
 using Wrapping =

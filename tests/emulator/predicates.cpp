@@ -35,40 +35,15 @@ Outcome select(Warp& w, const Instruction& i, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-struct Equal {
-  template <class T>
-  static bool of(T a, T b) {
-    return a == b;
-  }
-};
+using Equal = Plain<std::equal_to<>>;
+using Less = Plain<std::less<>>;
+using LessEqual = Plain<std::less_equal<>>;
+using Greater = Plain<std::greater<>>;
+using GreaterEqual = Plain<std::greater_equal<>>;
 struct Unequal {  // of numbers, ordered
   template <class T>
   static bool of(T a, T b) {
     return a < b || a > b;
-  }
-};
-struct Less {
-  template <class T>
-  static bool of(T a, T b) {
-    return a < b;
-  }
-};
-struct LessEqual {
-  template <class T>
-  static bool of(T a, T b) {
-    return a <= b;
-  }
-};
-struct Greater {
-  template <class T>
-  static bool of(T a, T b) {
-    return a > b;
-  }
-};
-struct GreaterEqual {
-  template <class T>
-  static bool of(T a, T b) {
-    return a >= b;
   }
 };
 // The same or unordered: not the opposite.

@@ -14,6 +14,11 @@ void multiply(const float (&a)[16][kSummed], const float (&b)[kSummed][kColumns]
     for (int k = 0; k < kSummed; ++k)
       for (int c = 0; c < columns; ++c) d[r][c] += a[r][k] * b[k][c];
 }
+// The n-th value that a lane has of d.
+template <int kColumns>
+float& of_lane(float (&d)[16][kColumns], int lane, int n) {
+  return d[lane / 4 + n / 2 % 2 * 8][n / 4 * 8 + 2 * (lane % 4) + n % 2];
+}
 // The four registers of a, of 16 bits each, from operand `first` on.
 template <float (*to_float)(uint16_t) = bf16_to_float>
 void read_a(Warp& w, const Instruction& i, size_t first, float (&a)[16][16]) {
@@ -31,11 +36,11 @@ Outcome finish(Warp& w, const Instruction& i, const float (&a)[16][kSummed],
   float d[16][8];
   for (int n = 0; n < 4; ++n)
     for (int lane = 0; lane < kLanes; ++lane)
-      d[lane / 4 + n / 2 * 8][2 * (lane % 4) + n % 2] = w.lanes<float>(i.operands[c_at + n])[lane];
+      of_lane(d, lane, n) = w.lanes<float>(i.operands[c_at + n])[lane];
   multiply(a, b, d);
   for (int n = 0; n < 4; ++n)
     for (int lane = 0; lane < kLanes; ++lane)
-      w.lanes<float>(i.operands[n])[lane] = d[lane / 4 + n / 2 * 8][2 * (lane % 4) + n % 2];
+      w.lanes<float>(i.operands[n])[lane] = of_lane(d, lane, n);
   return Outcome::kNext;
 }
 
@@ -138,13 +143,11 @@ Outcome multiply_warpgroup(Warp& w, const Instruction& i, uint32_t lanes) {
 
   for (int n = 0; n < i.count; ++n)
     for (int lane = 0; lane < kLanes; ++lane)
-      d[lane / 4 + n / 2 % 2 * 8][n / 4 * 8 + 2 * (lane % 4) + n % 2] =
-          add ? w.lanes<float>(i.operands[n])[lane] : 0.f;
+      of_lane(d, lane, n) = add ? w.lanes<float>(i.operands[n])[lane] : 0.f;
   multiply(a, b, d, N);
   for (int n = 0; n < i.count; ++n)
     for (int lane = 0; lane < kLanes; ++lane)
-      w.lanes<float>(i.operands[n])[lane] =
-          d[lane / 4 + n / 2 % 2 * 8][n / 4 * 8 + 2 * (lane % 4) + n % 2];
+      w.lanes<float>(i.operands[n])[lane] = of_lane(d, lane, n);
   w.products.push_back(std::move(reads));
   return Outcome::kNext;
 }

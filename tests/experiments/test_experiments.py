@@ -4,40 +4,24 @@ import json
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from common import ROOT
+from experiment_runs import RUN, result
 
-from experiments import report, run, text
+from experiments import pack, report, run, text
 from experiments.comparisons import ablations, mqar
 from experiments.comparisons.significance import p_value, welch
 from experiments.language import LONGEST, LanguageTrainer, long_documents
 from experiments.pack import Document, read_manifest, read_pack, shrink, split, write_pack
 from experiments.perform import Worker, perform, text_digest
 from experiments.plain_text import plain_text
-from experiments.runs import Result, Results, Run, Sweep, best, keep, read_line, spread
+from experiments.runs import Results, Run, Sweep, best, keep, read_line, spread
 from experiments.text import PACK, Source, prose
 from gla_ext.train.data import Corpus
 
 CPU = torch.device("cpu")
-RUN = Run(
-    task="text",
-    layer="gla",
-    width=16,
-    layers=1,
-    heads=2,
-    seq_len=32,
-    batch_size=2,
-    steps=2,
-    lr=1e-2,
-    text="digest",
-)
-
-
-def result(of: Run, score: float) -> Result:
-    return Result(of, score, {"seconds": 1.0, "device": "CPU", "parameters": 10})
 
 
 def test_plain_text_leaves_bars_of_links_out():
@@ -62,16 +46,18 @@ def test_prose_of_a_package(tmp_path):
     assert [document.text for document in apart] == [b"first\n", b"second\n", b"erstens\n"]
 
 
-def test_a_pack_holds_whole_documents_out(tmp_path):
-    documents = [Document("prose", f"p{i}", b"%d " % i * 50_000) for i in range(60)]
-    documents += [Document("code", f"c{i}", b"%d\n" % i * 50_000) for i in range(60)]
+def test_a_pack_holds_whole_documents_out(tmp_path, capsys, monkeypatch):
+    sizes = {"prose": 200_000, "code": 100_000}
+    monkeypatch.setattr(pack, "HELD_OUT_BYTES", sizes)
+    documents = [Document("prose", f"p{i}", b"%d " % i * 5000) for i in range(60)]
+    documents += [Document("code", f"c{i}", b"%d\n" % i * 5000) for i in range(60)]
     documents += [Document("code", "copy", documents[-1].text)]
     train, held_out = split(documents)
     assert len(train) + len(held_out) == 120  # one of the copies is left out
     assert not {d.name for d in train} & {d.name for d in held_out}
-    for kind, size in (("prose", 2 << 20), ("code", 1 << 20)):
+    for kind, size in sizes.items():
         held = sum(len(d.text) for d in held_out if d.kind == kind)
-        assert size - 150_000 < held <= size
+        assert size - 15_000 < held <= size
     path = tmp_path / "text.tar.xz"
     manifest = write_pack(path, documents, {"manual": b"free"}, {"manual": "1.0"})
     assert manifest == read_manifest(path)
@@ -88,23 +74,20 @@ def test_a_pack_holds_whole_documents_out(tmp_path):
     assert shrunk == read_manifest(small)
     assert shrunk["held_out"] == manifest["held_out"]
     for size, kind in zip(of_kind, ("prose", "code"), strict=True):
-        assert size / 2 - 200_000 < shrunk["train"][kind]["bytes"] <= size / 2
+        assert size / 2 - 20_000 < shrunk["train"][kind]["bytes"] <= size / 2
     assert read_pack(small).held_out == corpus.held_out
     assert set(read_pack(small).train) < set(corpus.train)
-    with pytest.raises(FileNotFoundError, match=r"`python -m experiments.text` makes one"):
-        read_pack(tmp_path / "nowhere")
-
-
-def test_the_smaller_pack_comes_from_the_whole_one(tmp_path, capsys):
-    documents = [Document("prose", f"p{i}", b"%d " % i * 150_000) for i in range(20)]
-    write_pack(tmp_path / PACK.name, documents, {"manual": b"free"}, {"manual": "1.0"})
-    assert text.main(["--out", str(tmp_path), "--train-megabytes", "1"]) == 0
+    path.rename(tmp_path / PACK.name)
+    command = ["--out", str(tmp_path), "--train-megabytes"]
+    assert text.main([*command, "1"]) == 0
     assert "text-small.tar.xz" in capsys.readouterr().out
     manifest = read_manifest(tmp_path / "text-small.tar.xz")
-    assert 500_000 < manifest["train"]["prose"]["bytes"] <= 10**6
+    assert 900_000 < sum(x["bytes"] for x in manifest["train"].values()) <= 10**6
     assert manifest["sources"] == {"manual": "1.0"}
-    assert text.main(["--out", str(tmp_path), "--train-megabytes", "0"]) == 2
+    assert text.main([*command, "0"]) == 2
     assert "expected --train-megabytes to be at least 1, got 0" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError, match=r"`python -m experiments.text` makes one"):
+        read_pack(tmp_path / "nowhere")
 
 
 def test_a_result_is_a_line(tmp_path):
@@ -151,6 +134,7 @@ def test_means_and_significance():
     assert spread([1.0, 2.0, 3.0]) == "2.000 ± 1.000"
     assert spread([1.0], 2) == "1.00 (n = 1)"
     assert spread([]) == ""
+    assert spread([math.nan, math.nan]) == "(n = 0, 2 diverged)"
     # Of equal variances and sizes t has 2 n - 2 degrees: t = 2.776 is the 5 % point of 4.
     a = [0.0, 1.0, 2.0]
     b = [x + 2.7764451 * math.sqrt(2 / 3) for x in a]
@@ -194,6 +178,7 @@ def finished(tmp_path_factory):
     return out, first
 
 
+@pytest.mark.slow
 def test_a_run_done_is_not_done_again(finished, capsys):
     out, first = finished
     lines = (out / "text.jsonl").read_text()
@@ -208,6 +193,7 @@ def test_a_run_done_is_not_done_again(finished, capsys):
     assert (out / "text.jsonl").read_text() == lines
 
 
+@pytest.mark.slow
 def test_every_run_of_every_experiment_is_done(finished):
     results, text = Results([finished[0]]), text_digest(None)
     for module in run.EXPERIMENTS.values():
@@ -223,6 +209,7 @@ def test_every_run_of_every_experiment_is_done(finished):
         assert of.details["command"].startswith("python -m experiments.run")
 
 
+@pytest.mark.slow
 def test_figures_come_from_the_results_alone(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "__call__", None)  # nothing may be trained
     page = tmp_path / "page.md"
@@ -242,22 +229,35 @@ def test_figures_come_from_the_results_alone(finished, tmp_path, monkeypatch):
     assert report.main(["--results", str(finished[0]), "--page", str(page)]) == 2
 
 
-def test_what_is_cut_off_is_not_kept(tmp_path, capsys):
-    command = ["--scale", "tiny", "--device", "cpu", "--out", str(tmp_path), "--minutes"]
-    assert run.main([*command, "0"]) == 0
-    assert "0 results" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
+TINY = ["--scale", "tiny", "--device", "cpu"]
+BROKEN = replace(RUN, layer="no such layer", text=text_digest(None))
+COMMANDS = {  # arguments, status, and what is said
+    "cut off": ([*TINY, "--minutes", "0"], 0, ["0 results"]),
+    "failed": (
+        ["ablations", *TINY],
+        1,
+        ["KeyError: 'no such layer'", "0 results", "1 failed; 1 runs are still to be done"],
+    ),
+    "experiment": (
+        ["nothing"],
+        2,
+        ["expected experiments of mqar, ablations, length, value_gates"],
+    ),
+    "text": (
+        ["length", "--device", "cpu", "--text", "none"],
+        2,
+        ["`python -m experiments.text` makes one"],
+    ),
+}
 
 
-def test_a_failed_run_is_reported_and_not_kept(tmp_path, capsys, monkeypatch):
-    broken = Run(**(vars(RUN) | {"layer": "no such layer", "text": text_digest(None)}))
-    monkeypatch.setattr(ablations, "runs", lambda *of: iter([broken]))
-    command = ["ablations", "--scale", "tiny", "--device", "cpu", "--out", str(tmp_path)]
-    assert run.main(command) == 1
+@pytest.mark.parametrize("case", COMMANDS.values(), ids=COMMANDS)
+def test_what_is_not_done_is_not_kept(tmp_path, capsys, monkeypatch, case):
+    args, status, said = case
+    monkeypatch.setattr(ablations, "runs", lambda *of: iter([BROKEN]))
+    assert run.main([*args, "--out", str(tmp_path)]) == status
     written = capsys.readouterr()
-    assert "KeyError: 'no such layer'" in written.err
-    assert "0 results" in written.out
-    assert "1 failed; 1 runs are still to be done" in written.out
+    assert all(x in written.out + written.err for x in said)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -282,10 +282,3 @@ def test_devices(operators, devices, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert run._devices("auto") == devices
     assert run._devices("cuda:1") == ["cuda:1"]
-
-
-def test_bad_arguments(tmp_path, capsys):
-    assert run.main(["nothing"]) == 2
-    assert "expected experiments of mqar, ablations, length, value_gates" in capsys.readouterr().err
-    assert run.main(["length", "--device", "cpu", "--text", str(Path(tmp_path, "none"))]) == 2
-    assert "`python -m experiments.text` makes one" in capsys.readouterr().err

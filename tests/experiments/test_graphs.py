@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import experiment_runs
 import pytest
 import torch
 
@@ -12,24 +13,13 @@ from experiments.language import LanguageTrainer
 from experiments.models import LAYERS
 from experiments.perform import perform
 from experiments.recall import RecallTrainer
-from experiments.runs import Run
 from gla_ext.train.data import Corpus
 
 pytestmark = pytest.mark.cuda
 STEPS = 8
-RECALL = Run(
-    task="recall",
-    layer="gla",
-    width=64,
-    layers=2,
-    heads=2,
-    seq_len=64,
-    batch_size=64,
-    steps=STEPS,
-    lr=3e-3,
-    pairs=4,
-    examples=64,  # one batch, whose loss falls at once
-    tied=True,
+SIZES = {"width": 64, "layers": 2, "seq_len": 64, "batch_size": 64, "steps": STEPS, "lr": 3e-3}
+RECALL = dataclasses.replace(  # one batch, whose loss falls at once
+    experiment_runs.RECALL, pairs=4, examples=64, **SIZES
 )
 CORPUS = Corpus("words", (("a", b"some words of text\n" * 200),), (("b", b"more words\n" * 20),))
 

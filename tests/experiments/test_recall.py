@@ -4,31 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from experiment_runs import RECALL, result
 
 from experiments import run
 from experiments.comparisons import mqar
 from experiments.recall import VOCAB_SIZE, Passes, Recall, RecallTrainer
-from experiments.runs import Result, Results, Run, keep
+from experiments.runs import Results, keep
 
 CPU = torch.device("cpu")
-RUN = Run(
-    task="recall",
-    layer="gla",
-    width=16,
-    layers=1,
-    heads=2,
-    seq_len=32,
-    batch_size=2,
-    steps=2,
-    lr=1e-2,
-    pairs=2,
-    examples=5,
-    tied=True,
-)
-
-
-def result(of: Run, score: float) -> Result:
-    return Result(of, score, {"seconds": 1.0, "device": "CPU"})
 
 
 def test_recall_asks_for_every_key_once():
@@ -79,9 +62,9 @@ def test_a_pass_takes_every_example_once():
 
 
 def test_recall_trains_on_its_examples_alone():
-    trainer = RecallTrainer(RUN, CPU)
+    trainer = RecallTrainer(RECALL, CPU)
     seen = [row for step in range(12) for row in trainer.batches(step)[0].tolist()]
-    other = RecallTrainer(replace(RUN, seed=1), CPU)
+    other = RecallTrainer(replace(RECALL, seed=1), CPU)
     held_out, others = trainer.held_out[0].tolist(), other.batches(0)[0].tolist()
     assert len({tuple(row) for row in seen}) == len(held_out) == 5
     assert not any(row in seen for row in held_out + others)
@@ -109,7 +92,7 @@ def test_the_papers_claims_beside_what_is_done():
     easy, hard = mqar.SCALES["full"].difficulties[:2]
 
     def cell(*scores):
-        return [result(RUN, score) for score in scores]
+        return [result(RECALL, score) for score in scores]
 
     done = {
         easy: {

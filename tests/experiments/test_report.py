@@ -6,11 +6,12 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from experiment_runs import result as made_up
 
 from experiments import report, run
 from experiments.comparisons import ablations, length, transformer, value_gates
 from experiments.comparisons.significance import holm, order, verdict
-from experiments.runs import Result, Results, foreseen, spread
+from experiments.runs import Results, foreseen
 
 TEXT = "digest"
 SIZE = ablations.SCALES["full"]
@@ -24,9 +25,7 @@ LEVELS = {name: 1.0 + place / 10 for place, name in enumerate(ablations.VARIANTS
 
 
 def result(of, score):
-    curve = CURVE if math.isfinite(score) else []
-    details = {"seconds": 36.0, "device": "GPU", "parameters": 14_000_000, "by_position": curve}
-    return Result(of, score, details)
+    return made_up(of, score, by_position=CURVE if math.isfinite(score) else [])
 
 
 def score(of):
@@ -99,28 +98,43 @@ def test_gates_on_values_stand_beside_the_paper_s(tmp_path):
     assert " The order of the means is the paper's." in page
 
 
-def test_a_run_that_diverged_is_counted_and_not_averaged(tmp_path):
+def eight_diverge(of):
+    return math.nan if of.heads == 8 else score(of)
+
+
+def constant_at_an_end(of):
+    return of.lr if of.layer == "constant" else score(of)
+
+
+SWEEP = (6 * RATES, score)
+ABLATIONS = {  # runs and their scores, and what the page says
+    "diverged": (
+        [SWEEP, (12, eight_diverge)],
+        [
+            "| GLA, 8 heads | 15.29 | 1.4000 (n = 1, 2 diverged) |  |",
+            "Of one seed, so nothing is concluded: GLA, 8 heads.",
+        ],
+    ),
+    "a rate at an end": (
+        [(6 * RATES, constant_at_an_end)],
+        [
+            "At an end of the sweep, beyond which a rate might be better: constant scalar decay "
+            "(0.001)."
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ABLATIONS.values(), ids=ABLATIONS)
+def test_what_a_page_says_of_ablations(tmp_path, case):
     results = Results([])
-    perform(results, ["ablations"], 6 * RATES)
-    perform(results, ["ablations"], 12, lambda of: math.nan if of.heads == 8 else score(of))
+    for count, scores in case[0]:
+        perform(results, ["ablations"], count, scores)
     page = ablations.report("full", results, TEXT, tmp_path)
-    assert "| GLA, 8 heads | 15.29 | 1.4000 (n = 1, 2 diverged) |  |" in page
-    assert "Of one seed, so nothing is concluded: GLA, 8 heads." in page
-    assert spread([math.nan, math.nan]) == "(n = 0, 2 diverged)"
-    assert spread([]) == ""
+    assert all(said in page for said in case[1])
 
 
-def test_a_best_rate_at_an_end_is_said(tmp_path):
-    results = Results([])
-    perform(
-        results, ["ablations"], 6 * RATES, lambda of: of.lr if of.layer == "constant" else score(of)
-    )
-    page = ablations.report("full", results, TEXT, tmp_path)
-    said = "At an end of the sweep, beyond which a rate might be better: "
-    assert page.endswith(f"{said}constant scalar decay (0.001).")
-
-
-def test_results_of_another_text_are_counted():
+def test_results_of_another_text_and_runs_that_were_performed_again():
     results = Results([])
     perform(results, ["ablations"], 6)
     others = [result(replace(of.run, text="other"), 1.0) for of in list(results)[:2]]
@@ -131,17 +145,12 @@ def test_results_of_another_text_are_counted():
     assert said.startswith("8 runs on GPU, 0.1 hours") and said.endswith(
         "; 2 of them read another text and are in no table."
     )
-
-
-def test_runs_that_were_performed_again_say_how_far_they_are_apart():
-    results = Results([])
-    perform(results, ["ablations"], 3)
-    a, b, c = list(results)
-    d = result(replace(a.run, text="other"), 1.0)
-    for of, score in [(a, a.score + 0.01), (b, b.score - 0.03), (c, math.nan), (d, 1.0), (d, 9.0)]:
+    a, b, c = before = list(results)[:3]
+    d = others[0]
+    for of, score in [(a, a.score + 0.01), (b, b.score - 0.03), (c, math.nan), (d, 9.0)]:
         results.add(result(of.run, score))
     assert [pair[0].run for pair in results.repeats] == [of.run for of in (a, b, c, d)]
-    assert list(results)[:3] == [a, b, c]
+    assert list(results)[:3] == before
     assert report.summary(results, TEXT).endswith(
         " 2 runs on text were performed again, with the same seed: their scores are 0.020 bits a "
         "byte apart on average, 0.030 at most."

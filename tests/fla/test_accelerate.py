@@ -20,13 +20,13 @@ from source_tree import run
 from torch.nn.functional import rms_norm, silu
 
 import gla_ext.fla
-from gla_ext.fla import generation
+from gla_ext.fla import generation, simple
 
-NAMES = ("chunk_gla", "fused_chunk_gla", "fused_recurrent_gla")
+NAMES = ("chunk_gla", "fused_chunk_gla", "fused_recurrent_gla", *simple.HOMES)
 
 
 def held(fla) -> dict[str, object]:
-    """Every function of FLA's that a module of FLA's holds by one of the three names."""
+    """Every function of FLA's that a module of FLA's holds by one of these names."""
     modules = {x: y for x, y in sys.modules.items() if x == "fla" or x.startswith("fla.")}
     return {
         f"{module_name}.{name}": vars(module)[name]
@@ -36,17 +36,15 @@ def held(fla) -> dict[str, object]:
     }
 
 
-def test_without_fla_the_error_says_what_to_install():
-    code = "import sys; sys.modules['fla'] = None; import gla_ext.fla as a; a.accelerate_fla()"
-    last = run(sys.executable, "-c", code).stderr.splitlines()[-1]
+def test_importing_it_imports_no_fla_and_without_it_the_error_says_what_to_install():
+    code = "import sys; from gla_ext.fla import accelerate_fla, restore_fla, is_accelerated; "
+    code += "restore_fla(); print(is_accelerated(), 'fla' in sys.modules); "
+    code += "sys.modules['fla'] = None; accelerate_fla()"
+    result = run(sys.executable, "-c", code)
+    assert result.stdout.split() == ["False", "False"]
+    last = result.stderr.splitlines()[-1]
     assert last.startswith("ImportError: accelerate_fla: flash-linear-attention cannot be imported")
     assert "pip install flash-linear-attention" in last
-
-
-def test_importing_it_imports_no_fla():
-    code = "import sys; from gla_ext.fla import restore_fla, is_accelerated; restore_fla(); "
-    code += "print(is_accelerated(), 'fla' in sys.modules)"
-    assert run_python(code).split() == ["False", "False"]
 
 
 def test_without_layers_the_operators_are_replaced(fla):
@@ -71,6 +69,8 @@ def test_replaces_and_puts_back(fla):
         for name, function in held(fla).items():
             raises = name.startswith("fla.layers.") and name.endswith("fused_chunk_gla")
             assert (function is before[name]) == raises, name
+            if name.rpartition(".")[2] in simple.HOMES:
+                assert function.__module__ == "gla_ext.fla.simple"
         assert user.attention is not before["user"]
         later = types.ModuleType("imported_later")
         exec("from fla.ops.gla import chunk_gla", vars(later))
@@ -284,11 +284,29 @@ FALLBACKS = {  # how a call is changed, and what the warning says
     "keyword": (lambda *x: (x, {"head_first": False}), "the keyword head_first"),
     "offsets": (lambda *x: (x, {"cu_seqlens": torch.ones(2)}), "cu_seqlens in torch.float32"),
 }
+OF_ONE = {
+    "fp64 state": (
+        "chunk_gla",
+        lambda *x: (x, {"initial_state": torch.zeros(2, 2, 16, 16, dtype=torch.float64)}),
+        "an initial_state in torch.float64",
+    ),
+    "both gates": (
+        "chunk_simple_gla",
+        lambda q, k, v, g: ((q, k, v, g[..., 0]), {"g_gamma": torch.zeros(2)}),
+        "g and g_gamma in one call",
+    ),
+}
+OF_ONE |= {f"simple {x}": ("chunk_simple_gla", *FALLBACKS[x]) for x in ("keyword", "scale")}
+OTHERS = {
+    f"{name} {x}": (name, *FALLBACKS[x])
+    for name in ("chunk_gla", "fused_recurrent_gla")
+    for x in FALLBACKS
+}
 
 
-@pytest.mark.parametrize(("change", "why"), FALLBACKS.values(), ids=FALLBACKS)
-@pytest.mark.parametrize("name", ["chunk_gla", "fused_recurrent_gla"])
-def test_other_calls_go_to_fla_and_warn_once(fla, calls, monkeypatch, name, change, why):
+@pytest.mark.parametrize("case", (OTHERS | OF_ONE).values(), ids=OTHERS | OF_ONE)
+def test_other_calls_go_to_fla_and_warn_once(fla, calls, monkeypatch, case):
+    name, change, why = case
     gla_ext.fla.accelerate_fla()
     monkeypatch.setattr(gla_ext.fla.accelerate, "_warned", set())
     received = []
@@ -296,7 +314,7 @@ def test_other_calls_go_to_fla_and_warn_once(fla, calls, monkeypatch, name, chan
         gla_ext.fla.accelerate._originals, name, lambda *x, **y: received.append((x, y)) or (0, 0)
     )
     args, kwargs = change(*operands())
-    operator = getattr(fla.ops.gla, name)
+    operator = getattr(fla.ops.simple_gla if "simple" in name else fla.ops.gla, name)
     with pytest.warns(UserWarning, match=f"{name} runs FLA's kernels where .*{why}"):
         operator(*args, **kwargs)
     with warnings.catch_warnings():
@@ -305,35 +323,7 @@ def test_other_calls_go_to_fla_and_warn_once(fla, calls, monkeypatch, name, chan
     assert calls == []
     assert len(received) == 2
     positional, named = received[1]
-    names = ("q", "k", "v", "g" if name == "chunk_gla" else "gk")
+    names = ("q", "k", "v", "gk" if name == "fused_recurrent_gla" else "g")
     given = named | dict(zip(names, positional, strict=False))
     for key, value in (dict(zip(names, args, strict=True)) | kwargs).items():
         assert given[key] is value
-
-
-def test_states_of_16_bits(fla, calls):
-    gla_ext.fla.accelerate_fla()
-    x, state = operands(), torch.randn(2, 2, 16, 16).bfloat16()
-    for operator in (fla.ops.gla.chunk_gla, fla.ops.gla.fused_recurrent_gla):
-        leaves = state.clone().requires_grad_(), state.float().requires_grad_()
-        found, expected = (
-            operator(*x, initial_state=leaf, output_final_state=True) for leaf in leaves
-        )
-        assert all(map(torch.equal, found, expected))
-        (short, wide) = (
-            torch.autograd.grad(o.sum() + final_state.sum(), leaf)[0]
-            for (o, final_state), leaf in zip((found, expected), leaves, strict=True)
-        )
-        assert torch.equal(short, wide.bfloat16())
-    assert calls == ["chunk_gla"] * 2 + ["fused_recurrent_gla"] * 2
-
-
-def test_chunk_refuses_an_fp64_state_as_fla_does(fla, calls):
-    gla_ext.fla.accelerate_fla()
-    state = torch.zeros(2, 2, 16, 16, dtype=torch.float64)
-    with (
-        pytest.warns(UserWarning, match="an initial_state in torch.float64"),
-        pytest.raises(AssertionError, match="initial_state must be in float32"),
-    ):
-        fla.ops.gla.chunk_gla(*operands(), initial_state=state)
-    assert calls == []

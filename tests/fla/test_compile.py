@@ -13,8 +13,14 @@ from gla_ext.cache import GLACache
 # two cases here and in all of many lengths below.
 BACKENDS = {name: "aot_eager" if name in ("default", "all") else "eager" for name in LAYER_OPTIONS}
 
+FAST = ("default", "kv heads 1", "short conv", "feature_map logsigmoid", "gate_fn gelu")
+FAST += ("no output gate", "fused_recurrent", "all")
 
-@pytest.mark.parametrize("name", LAYER_OPTIONS)
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in LAYER_OPTIONS],
+)
 def test_the_layer_compiles_whole_with_every_option(fla, device, name):
     options = LAYER_SIZES | LAYER_OPTIONS[name]
     layer = make_layer(fla, "GatedLinearAttention", device, **options)

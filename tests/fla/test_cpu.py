@@ -49,7 +49,6 @@ def results(model):
     found = {"loss": out.loss}
     if out.logits is not None:
         found["logits"] = out.logits
-    # The first block reads one source, and has no gradient of a query.
     return found | {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
@@ -139,12 +138,7 @@ def make_logits(dtype=torch.float32):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"label_smoothing": 0.1},
-        {"logit_scale": 0.5},
-        {"lse_square_scale": 0.01},
-    ],
+    [{}, {"label_smoothing": 0.1}, {"logit_scale": 0.5}, {"lse_square_scale": 0.01}],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -10,6 +10,7 @@ from common import assert_close
 from fla_kernels import LAYER_OPTIONS, LAYER_SIZES, import_fla
 from fla_layer import layer_class
 
+import gla_ext.fla
 from gla_ext import GatedLinearAttention
 from gla_ext.cache import GLACache
 
@@ -46,21 +47,35 @@ def make_x(B, T, seed=1):
     return torch.randn(B, T, 64, generator=generator).to(DEVICE)
 
 
-def assert_same(pair, bound, x, caches=None, **arguments):
+def results_of(layer, x, cache=None, **arguments):
     """Outputs and their gradients by x and every parameter."""
-    results = []
-    for layer, cache in zip(pair, caches or (None, None), strict=True):
-        leaf = x.clone().requires_grad_()
-        y = layer(leaf, past_key_values=cache, use_cache=cache is not None, **arguments)[0]
-        do = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-        leaves = {"x": leaf, **dict(layer.named_parameters())}
-        gradients = torch.autograd.grad(y, leaves.values(), do)
-        results.append({"y": y, **dict(zip(leaves, gradients, strict=True))})
-    theirs, ours = results
-    assert ours.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        assert ours[name].dtype == expected.dtype
-        assert_close(ours[name].double(), expected.double(), bound, name=name)
+    leaf = x.clone().requires_grad_()
+    y = layer(leaf, past_key_values=cache, use_cache=cache is not None, **arguments)[0]
+    do = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    leaves = {"x": leaf, **dict(layer.named_parameters())}
+    gradients = torch.autograd.grad(y, leaves.values(), do)
+    return {"y": y, **dict(zip(leaves, gradients, strict=True))}
+
+
+def assert_same(pair, bound, x, caches=(None, None), calls=None, **arguments):
+    """Both layers' results; with `calls` also those of FLA's under `accelerate_fla`."""
+    theirs, *others = (
+        results_of(layer, x, cache, **arguments) for layer, cache in zip(pair, caches, strict=True)
+    )
+    if calls is not None:
+        calls.clear()
+        gla_ext.fla.accelerate_fla()
+        try:
+            others.append(results_of(pair[0], x, **arguments))
+        finally:
+            gla_ext.fla.restore_fla()
+        recurrent = x.shape[1] <= 64 or pair[0].mode == "fused_recurrent"
+        assert calls == ["fused_recurrent_gla" if recurrent else "chunk_gla"]
+    for found in others:
+        assert found.keys() == theirs.keys()
+        for name, expected in theirs.items():
+            assert found[name].dtype == expected.dtype
+            assert_close(found[name].double(), expected.double(), bound, name=name)
 
 
 @pytest.mark.parametrize("options", LAYER_OPTIONS.values(), ids=LAYER_OPTIONS)
@@ -79,15 +94,16 @@ def test_initial_weights(options):
 
 @pytest.mark.parametrize("T", BOUNDS)
 @pytest.mark.parametrize("options", LAYER_OPTIONS.values(), ids=LAYER_OPTIONS)
-def test_outputs_and_gradients(options, T):
-    assert_same(make_pair(**options), BOUNDS[T], make_x(2 if ON_GPU else 1, T))
+def test_outputs_and_gradients(options, T, calls):
+    assert_same(make_pair(**options), BOUNDS[T], make_x(2 if ON_GPU else 1, T), calls=calls)
 
 
 @pytest.mark.parametrize("T", BOUNDS)
 @pytest.mark.parametrize("name", KINDS)
-def test_padding(name, T):
+def test_padding(name, T, calls):
     mask = (torch.arange(T) >= torch.tensor([[7], [0], [T - 2]])).long().to(DEVICE)
-    assert_same(make_pair(**LAYER_OPTIONS[name]), BOUNDS[T], make_x(3, T), attention_mask=mask)
+    pair, x = make_pair(**LAYER_OPTIONS[name]), make_x(3, T)
+    assert_same(pair, BOUNDS[T], x, calls=calls, attention_mask=mask)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -117,18 +133,12 @@ def test_segments_with_gradients(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("swapped", [False, True])
-def test_decoding(name, swapped):
-    """Also with the caches swapped after the prompt: each goes on from what the other left."""
-    pair, caches = (
-        [layer.eval() for layer in make_pair(**LAYER_OPTIONS[name])],
-        [GLACache(), GLACache()],
-    )
-    for index, T in enumerate((5, 1, 1, 1)):
-        x = make_x(2, T, seed=index)
+def assert_goes_on(pair, texts, swapped=False):
+    """From each text to the next by the caches, one swapped for the other after the first."""
+    caches = [GLACache(), GLACache()]
+    for index, (x, arguments) in enumerate(texts):
         theirs, ours = (
-            layer(x, past_key_values=cache, use_cache=True)[0]
+            layer(x, past_key_values=cache, use_cache=True, **arguments)[0]
             for layer, cache in zip(pair, caches, strict=True)
         )
         assert_close(ours, theirs, BOUNDS[SHORT])
@@ -137,15 +147,17 @@ def test_decoding(name, swapped):
             caches.reverse()
 
 
-@torch.no_grad()
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_decoding(name, swapped):
+    pair = [layer.eval() for layer in make_pair(**LAYER_OPTIONS[name])]
+    texts = [(make_x(2, T, seed=i), {}) for i, T in enumerate((5, 1, 1, 1))]
+    assert_goes_on(pair, texts, swapped)
+
+
 def test_packed_segments_go_on_from_the_cache():
-    pair, caches = make_pair(**LAYER_OPTIONS["all"]), (GLACache(), GLACache())
-    for index, offsets in enumerate(([0, 4, 5, 9], [0, 1, 3, SHORT], [0, 2, 7, 8])):
-        x = make_x(1, offsets[-1], seed=index)
+    texts = []
+    for i, offsets in enumerate(([0, 4, 5, 9], [0, 1, 3, SHORT], [0, 2, 7, 8])):
         cu_seqlens = torch.tensor(offsets, device=DEVICE)
-        theirs, ours = (
-            layer(x, past_key_values=cache, use_cache=True, cu_seqlens=cu_seqlens)[0]
-            for layer, cache in zip(pair, caches, strict=True)
-        )
-        assert_close(ours, theirs, BOUNDS[SHORT])
-        assert_same_caches(*caches, BOUNDS[SHORT])
+        texts.append((make_x(1, offsets[-1], seed=i), {"cu_seqlens": cu_seqlens}))
+    assert_goes_on(make_pair(**LAYER_OPTIONS["all"]), texts)

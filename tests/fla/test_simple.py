@@ -10,7 +10,7 @@ from fla_kernels import HIDDEN, require_kernels
 
 import gla_ext.fla
 from gla_ext import ops, reference
-from gla_ext.fla import accelerate, simple
+from gla_ext.fla import simple
 from gla_ext.ops import lightning_decay, retention_decay
 from gla_ext.selftest import tolerance
 
@@ -37,19 +37,6 @@ def homes(fla):
     for package in packages:
         found |= vars(getattr(fla.ops, package))
     return {name: found[name] for name in simple.HOMES}
-
-
-def test_every_function_is_replaced_and_put_back(fla):
-    before = homes(fla)
-    gla_ext.fla.accelerate_fla()
-    during = homes(fla)
-    held = importlib.import_module("fla.layers.simple_gla").chunk_simple_gla
-    gla_ext.fla.restore_fla()
-    for name, function in before.items():
-        assert during[name] is not function, name
-        assert during[name].__module__ == "gla_ext.fla.simple"
-        assert homes(fla)[name] is function
-    assert held is during["chunk_simple_gla"]
 
 
 def test_signatures_are_those_of_fla(fla):
@@ -135,30 +122,6 @@ def test_positional_arguments_and_those_that_say_how(accelerated, calls):
         functions["chunk_retention"](x.q, x.k, x.v, 1.0, None, False, None, 3)
 
 
-FALLBACKS = {
-    "both gates": ({"g_gamma": torch.zeros(2)}, "g and g_gamma in one call"),
-    "keyword": ({"head_first": False}, "the keyword head_first"),
-    "scale": ({"scale": torch.ones(1)}, "a scale of"),
-}
-
-
-@pytest.mark.parametrize(("change", "why"), FALLBACKS.values(), ids=FALLBACKS)
-def test_other_calls_go_to_fla(accelerated, calls, monkeypatch, change, why):
-    received = []
-    monkeypatch.setattr(accelerate, "_warned", set())
-    monkeypatch.setitem(
-        accelerate._originals, "chunk_simple_gla", lambda *x, **y: received.append((x, y))
-    )
-    x = make_inputs(1, 9, 2, D, D)
-    gate = x.g[..., 0]
-    with pytest.warns(UserWarning, match=f"chunk_simple_gla runs FLA's kernels where .*{why}"):
-        accelerated.ops.simple_gla.chunk_simple_gla(x.q, x.k, x.v, gate, **change)
-    ((positional, named),) = received
-    assert positional == (x.q, x.k, x.v) and named["g"] is gate
-    assert all(named[key] is value for key, value in change.items())
-    assert not calls
-
-
 def make_fla_layer(name, device, **options):
     """A small layer of FLA's, and the module that it stands in."""
     home, name = name.split(".")
@@ -205,27 +168,6 @@ def test_layers_train_in_bf16(fla, calls, monkeypatch, name, options):
     generator = torch.Generator("cuda").manual_seed(1)
     x = torch.randn(2, 130, layer.hidden_size, device="cuda", generator=generator)
     check_layer(layer.bfloat16(), module, x.bfloat16(), calls, monkeypatch, 3e-2)
-
-
-@pytest.mark.parametrize("name", ["RetNet", "LinearAttention"])
-def test_models_train(kernels, device, calls, name):
-    """FLA's models of these layers: a loss that falls, by gla_ext's operators."""
-    gla_ext.fla.accelerate_fla()
-    config = getattr(kernels.models, f"{name}Config")(
-        hidden_size=HIDDEN[device], num_hidden_layers=2, num_heads=2, vocab_size=64
-    )
-    torch.manual_seed(0)
-    model = getattr(kernels.models, f"{name}ForCausalLM")(config).to(device)
-    ids = torch.arange(80, device=device).remainder(64).view(1, 80)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
-    for _ in range(4):
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.1
-    assert len(calls) == 4 * 2
 
 
 def in_torch(name):

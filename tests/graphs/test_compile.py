@@ -1,4 +1,4 @@
-"""chunk_gla under torch.compile, export, AOTInductor, autocast and activation checkpointing.
+"""The operators under torch.compile, export and autocast.
 
 Equal bits (see common.py): own sums.
 """
@@ -9,11 +9,19 @@ import pytest
 import torch
 from common import make_inputs
 from models import BATCH_INVARIANT_ARGUMENT
+from recurrence import CALLS
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 from gla_ext import batch_invariant, chunk_gla
 from gla_ext.ops import chunk as ops
+from gla_ext.ops import (
+    chunk_lightning_attn,
+    chunk_linear_attn,
+    chunk_retention,
+    fused_recurrent_lightning_attn,
+    fused_recurrent_linear_attn,
+    fused_recurrent_retention,
+)
 
 
 def loss(q, k, v, g, h0, call=chunk_gla):
@@ -27,31 +35,101 @@ def gradients(function, x):
     return [value.detach(), *torch.autograd.grad(value, leaves)]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_one_graph_for_many_lengths(device, backend):
-    """The loss stays outside: inductor guards on the size of a reduction of its own."""
+def linear_forms(q, k, v, *_):
+    """Outputs of the operators whose gates are constants, one after the other, and no state."""
+    calls = [
+        functools.partial(chunk_lightning_attn, layer_idx=1, num_layers=4),
+        functools.partial(fused_recurrent_lightning_attn, layer_idx=1, num_layers=4),
+        functools.partial(fused_recurrent_linear_attn, normalize=True),
+        *(chunk_retention, fused_recurrent_retention, chunk_linear_attn),
+    ]
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k.abs(), v))
+    o = torch.stack([call(q.abs(), k, v)[0] for call in calls])
+    return o, o[:0]
+
+
+# A function of q, k, v, gates on keys and on values and states, and a draw of these by T.
+FORMS = {
+    **{name: (call.outputs, call) for name, call in CALLS.items()},
+    "linear attention": (linear_forms, CALLS["chunk, none"]),
+}
+
+
+def draw(call, T, device="cpu", HK=2, dtype=torch.float32):
+    return call.make(2, T, 4, 8, 12, dtype=dtype, device=device).sharing(HK)
+
+
+@pytest.mark.parametrize(
+    "name, backend",
+    [
+        *((name, "aot_eager") for name in FORMS),
+        *((name, "inductor") for name in ("chunk", "recurrent, both")),
+    ],
+)
+def test_one_graph_for_many_lengths(device, name, backend):
+    """With heads that share k, v and gates. The loss stays outside: inductor guards on the size of
+    a reduction of its own."""
+    function, call = FORMS[name]
     counter = CompileCounterWithBackend(backend)
-    compiled = torch.compile(chunk_gla, fullgraph=True, dynamic=True, backend=counter)
-    for T in (70, 2, 64, 65, 130, 300):
-        x = make_inputs(2, T, 2, 8, 12, device=device)
-        results = [
-            gradients(functools.partial(loss, call=call), x) for call in (chunk_gla, compiled)
-        ]
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for T in (70, 2, 65):
+        x = draw(call, T, device)
+        results = []
+        for f in (function, compiled):
+            leaves = {n: t for n, t in x.leaves().items() if t is not None}
+            leaves = {n: t.clone().requires_grad_() for n, t in leaves.items()}
+            outputs = f(*(dict.fromkeys(x.leaves()) | leaves).values())
+            loss = sum(t.sin().sum() for t in outputs)
+            gradients = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True)
+            results.append([*outputs, *(t for t in gradients if t is not None)])
         for eager, graph in zip(*results, strict=True):
             assert torch.equal(graph, eager)
     assert counter.frame_count == 1
 
 
-def test_expanded_gradient_from_inductor():
-    """o.sum() hands do over with strides 0."""
-    x = make_inputs(1, 70, 2, 8, 12)
+class Module(torch.nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.function = FORMS[name][0]
 
-    def total(q, k, v, g, h0):
-        return chunk_gla(q, k, v, g, initial_state=h0)[0].sum()
+    def forward(self, *leaves):
+        return self.function(*leaves)
 
-    compiled = torch.compile(total, fullgraph=True)
-    for eager, graph in zip(gradients(total, x), gradients(compiled, x), strict=True):
-        torch.testing.assert_close(graph, eager, rtol=2e-5, atol=2e-5)
+
+@pytest.mark.parametrize("name", ["chunk", "chunk, gv", "chunk, a head's", "linear attention"])
+def test_export(device, name):
+    """One program of any number of tokens."""
+    call, T = FORMS[name][1], torch.export.Dim("T", min=2, max=4096)
+    shapes = [None if t is None else {1: T} for t in draw(call, 70).leaves().values()]
+    shapes[-1] = None  # of the state
+    example = tuple(draw(call, 70, device).leaves().values())
+    program = torch.export.export(Module(name), example, dynamic_shapes=(tuple(shapes),))
+    if name.startswith("chunk"):
+        forward = torch.ops.gla_ext.chunk_gla_fwd.default
+        assert sum(node.target is forward for node in program.graph.nodes) == 1
+    leaves = tuple(draw(call, 33, device).leaves().values())
+    for got, wanted in zip(program.module()(*leaves), FORMS[name][0](*leaves), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "name", ["chunk", "chunk, both", "chunk, a head's", "recurrent, both", "recurrent, a head's"]
+)
+def test_autocast_casts_q_k_v_alone(device, name, compiled):
+    call = CALLS[name]
+    leaves = draw(call, 70, device).leaves()
+    leaves = {n: t if t is None else t.detach().requires_grad_() for n, t in leaves.items()}
+    function = call.outputs
+    if compiled:
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with torch.autocast(device, dtype=torch.bfloat16):
+        o, final_state = function(**leaves)
+    short = leaves | {name: leaves[name].bfloat16() for name in "qkv"}
+    assert o.dtype == torch.bfloat16 and final_state.dtype == torch.float32
+    assert torch.equal(o, call.outputs(**short)[0])
+    o.float().sum().backward()
+    assert all(t is None or t.grad.dtype == torch.float32 for t in leaves.values())
 
 
 def test_packed_compiles_whole(device):
@@ -60,7 +138,7 @@ def test_packed_compiles_whole(device):
     def packed(q, k, v, g, h0, cu_seqlens):
         return chunk_gla(q, k, v, g, initial_state=h0, cu_seqlens=cu_seqlens)[0]
 
-    compiled = torch.compile(packed, fullgraph=True, dynamic=True)
+    compiled = torch.compile(packed, fullgraph=True, dynamic=True, backend="aot_eager")
     for offsets in ([0, 30, 30, 80], [0, 1, 64, 100]):
         args = (x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens.new_tensor(offsets))
         assert torch.equal(compiled(*args), packed(*args))
@@ -75,85 +153,10 @@ def test_unbacked_length():
 
     x = make_inputs(1, 100, 2, 8, 12)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        compiled = torch.compile(cut, fullgraph=True)
+        compiled = torch.compile(cut, fullgraph=True, backend="aot_eager")
         for n in (70, 1, 0, 100):
             args = (x.q, x.k, x.v, x.g, torch.tensor(n))
             torch.testing.assert_close(compiled(*args), cut(*args))
-
-
-class Module(torch.nn.Module):
-    def forward(self, q, k, v, g):
-        return chunk_gla(q, k, v, g, output_final_state=True)
-
-
-def assert_equal_outputs(call, x):
-    inputs = (x.q, x.k, x.v, x.g)
-    for a, b in zip(call(*inputs), Module()(*inputs), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.fixture(scope="module")
-def exported():
-    x = make_inputs(2, 70, 2, 8, 12)
-    T = torch.export.Dim("T", min=2, max=4096)
-    return torch.export.export(Module(), (x.q, x.k, x.v, x.g), dynamic_shapes=({1: T},) * 4)
-
-
-def test_export_keeps_one_operator(exported):
-    calls = [n for n in exported.graph.nodes if n.target is torch.ops.gla_ext.chunk_gla_fwd.default]
-    assert len(calls) == 1
-    x = make_inputs(2, 33, 2, 8, 12)
-    assert_equal_outputs(exported.module(), x)
-
-
-@pytest.mark.slow  # test_package.py has a layer on its states
-def test_aot_inductor(exported, tmp_path):
-    path = torch._inductor.aoti_compile_and_package(
-        exported, package_path=str(tmp_path / "gla.pt2")
-    )
-    package = torch._inductor.aoti_load_package(path)
-    x = make_inputs(2, 99, 2, 8, 12)
-    assert_equal_outputs(package, x)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_autocast_casts_q_k_v_alone(device, compiled):
-    x = make_inputs(2, 70, 2, 8, 12, device=device).map(lambda t: t.requires_grad_())
-    graph = torch.compile(chunk_gla, fullgraph=True, backend="aot_eager")
-    call = graph if compiled else chunk_gla
-    with torch.autocast(device, dtype=torch.bfloat16):
-        o, final_state = call(
-            x.q, x.k, x.v, x.g, initial_state=x.initial_state, output_final_state=True
-        )
-    expected, _ = chunk_gla(
-        x.q.bfloat16(), x.k.bfloat16(), x.v.bfloat16(), x.g, initial_state=x.initial_state
-    )
-    assert o.dtype == torch.bfloat16 and final_state.dtype == torch.float32
-    assert torch.equal(o, expected)
-    o.float().sum().backward()
-    assert all(t.grad.dtype == torch.float32 for t in (x.q, x.k, x.v, x.g, x.initial_state))
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing_changes_no_bit(use_reentrant):
-    x = make_inputs(2, 70, 2, 8, 12)
-
-    def recomputed(*leaves):
-        return checkpoint(loss, *leaves, use_reentrant=use_reentrant)
-
-    leaves = [t.clone().requires_grad_() for t in (x.q, x.k, x.v, x.g, x.initial_state)]
-    recomputed(*leaves).backward()
-    for leaf, expected in zip(leaves, gradients(loss, x)[1:], strict=True):
-        assert torch.equal(leaf.grad, expected)
-
-
-def test_vmap_equals_a_loop():
-    x = make_inputs(3, 70, 2, 8, 12)
-
-    def one(q, k, v, g):
-        return chunk_gla(q[None], k[None], v[None], g[None])[0][0]
-
-    assert torch.equal(torch.vmap(one)(x.q, x.k, x.v, x.g), chunk_gla(x.q, x.k, x.v, x.g)[0])
 
 
 @pytest.mark.parametrize("output_final_state", [False, True])

@@ -150,18 +150,13 @@ def kernels(function, *inputs):
     return sum(text.count(name) for text in code for name in names)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_inductor_makes_one_kernel_of_a_norm_and_none_of_a_gated_one(device, dtype):
-    """The gated one is an operator, with nothing left around it."""
-    x, gate = torch.randn(2, 2, 50, 4, 64).to(device, dtype)
-    assert kernels(RMSNorm(64).to(device, dtype), x) == 1
-    assert kernels(GatedRMSNorm(64).to(device, dtype), x, gate) == 0
-
-
-@pytest.mark.parametrize("W", [2, 4])
-def test_inductor_makes_no_kernel_beside_the_short_convolution(device, W):
-    conv = ShortConvolution(24, W, True).to(device)
-    assert kernels(lambda x: conv(x)[0], make_x(dtype=torch.float32).to(device)) == 0
+@pytest.mark.parametrize("what, count", [("norm", 1), ("gated norm", 0), ("convolution", 0)])
+def test_inductor_makes_one_kernel_of_a_norm_and_none_beside_an_operator(device, what, count):
+    """A gated norm is an operator, as a short convolution is."""
+    modules = {"norm": RMSNorm, "gated norm": GatedRMSNorm}
+    module = modules[what](64) if what in modules else ShortConvolution(64, 4, True)
+    x, gate = torch.randn(2, 2, 50, 64, device=device)
+    assert kernels(module.to(device), x, *([gate] if what == "gated norm" else [])) == count
 
 
 def results(call, x, layer, **where):
@@ -233,15 +228,23 @@ def state_of(layer):
     return torch.randn(2, layer.num_heads, layer.head_v_dim, layer.head_k_dim)
 
 
-@pytest.mark.parametrize("mark", ["dynamic", "unbacked", None])
+LENGTHS = (17, 5, 16, 2, 70)
+
+
+@pytest.mark.parametrize(
+    "mark, lengths, graphs",
+    [
+        *((mark, LENGTHS, 1) for mark in ("dynamic", "unbacked", "all")),
+        # One graph for the first length, one for any other, one for decoding.
+        ("automatic", (20, 5, 16, 17, 2, 70, 1, 1), 3),
+    ],
+)
 @torch.no_grad()
-def test_segments_on_a_state_compile_once(from_state, mark):
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(
-        from_state, fullgraph=True, dynamic=mark is None or None, backend=counter
-    )
+def test_segments_on_a_state(from_state, mark, lengths, graphs):
+    counter, dynamic = CompileCounterWithBackend("aot_eager"), True if mark == "all" else None
+    compiled = torch.compile(from_state, fullgraph=True, dynamic=dynamic, backend=counter)
     h0 = state_of(from_state.layer)
-    for T in (17, 5, 16, 2, 70):
+    for T in lengths:
         x = make_x(T=T, dtype=torch.float32)
         if mark == "dynamic":
             torch._dynamo.mark_dynamic(x, 1)
@@ -249,32 +252,7 @@ def test_segments_on_a_state_compile_once(from_state, mark):
             torch._dynamo.decorators.mark_unbacked(x, 1)
         for got, expected in zip(compiled(x, h0), from_state(x, h0), strict=True):
             assert_close(got, expected, 1e-5)
-    assert counter.frame_count == 1
-
-
-@torch.no_grad()
-def test_automatic_lengths_on_a_state(from_state):
-    """One graph for the first length, one for any other, one for decoding."""
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(from_state, fullgraph=True, backend=counter)
-    h0 = state_of(from_state.layer)
-    for T in (20, 5, 16, 17, 2, 70, 1, 1):
-        x = make_x(T=T, dtype=torch.float32)
-        for got, expected in zip(compiled(x, h0), from_state(x, h0), strict=True):
-            assert_close(got, expected, 1e-5)
-    assert counter.frame_count == 3
-
-
-@torch.no_grad()
-def test_exports_segments_on_a_state(from_state):
-    T = torch.export.Dim("T", min=2, max=4096)
-    h0 = state_of(from_state.layer)
-    example = (make_x(T=20, dtype=torch.float32), h0)
-    program = torch.export.export(from_state, example, dynamic_shapes=({1: T}, None)).module()
-    for length in (2, 16, 33):
-        x = make_x(T=length, dtype=torch.float32)
-        for got, expected in zip(program(x, h0), from_state(x, h0), strict=True):
-            assert_close(got, expected, 1e-6)
+    assert counter.frame_count == graphs
 
 
 def test_compiled_training_has_one_product_of_the_projections():

@@ -15,11 +15,13 @@ may over other shapes. Such results are compared by `assert_close`.
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -233,15 +235,6 @@ def exact_by_chunks(inputs: Inputs, scale: float | None = None) -> dict[str, Ten
     return {name: results[name] for name in names}
 
 
-def magnitudes(inputs: Inputs) -> dict[str, Tensor]:
-    """The sums of the absolute values of the terms of which every result is the sum.
-
-    What a result's rounding is to be compared with where there are so few numbers that all of them
-    may be nearly zero by chance.
-    """
-    return exact(dataclasses.replace(inputs.map(torch.abs), g=inputs.g))
-
-
 def assert_close(actual: Tensor, expected: Tensor, rtol: float, atol: float = 0.0, name: str = ""):
     """Same shape, NaN in the same places, and RMS(error) <= rtol * RMS(expected) + atol."""
     assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, not {expected.shape}"
@@ -297,6 +290,11 @@ def _result_dtype(name: str, inputs: Inputs) -> torch.dtype:
         return inputs.g.dtype
     state = torch.promote_types(inputs.q.dtype, torch.float32)
     return state if name in ("final_state", "dh0") else inputs.q.dtype
+
+
+def raises(error: type[Exception], sentence: str):
+    """That the body raises `error` with a message that begins so."""
+    return pytest.raises(error, match="^" + re.escape(sentence))
 
 
 def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]):

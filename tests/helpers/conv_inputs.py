@@ -3,19 +3,13 @@
 import itertools
 
 import torch
+from norm_inputs import BOUND, normal
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
 from gla_ext.layers.short_convolution import ShortConvolution
 
-# Rounding a result once; fp32 and fp64 add up products before.
-BOUND = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 0.0025, torch.float16: 3e-4}
 NAMES = ("y", "state", "dx", "dweight", "dbias", "dcache")
-
-
-def normal(*shape, seed, device="cpu", dtype=torch.float64) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:

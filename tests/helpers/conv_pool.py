@@ -4,6 +4,7 @@ the same tokens.
 
 import itertools
 
+import common
 import torch
 from conv_inputs import make, module
 
@@ -35,11 +36,11 @@ class Pool:
         }
         return short_convolution_(self.x, self.weight, self.bias, **(arguments | changes))
 
-    def expected(self, write=WRITE, starts=()):
+    def expected(self, write=WRITE, read=READ, starts=()):
         """y and the pool, a sequence after the other."""
         y, pool = torch.zeros_like(self.x).contiguous(), self.before.clone()
         convolution = module(self.weight, self.bias)
-        for n, slot in enumerate(READ):
+        for n, slot in enumerate(read):
             if not 0 <= slot < 7:
                 continue
             row, here = (
@@ -60,3 +61,7 @@ class Pool:
         assert found.dtype == self.x.dtype and found.is_contiguous()
         assert torch.equal(found, y)
         assert torch.equal(self.pool, pool)
+
+
+def raises(error, sentence):
+    return common.raises(error, "short_convolution_: " + sentence)

@@ -9,6 +9,12 @@ def prompt(length, seed=None) -> list[int]:
     return make_ids(1, length, seed=length if seed is None else seed)[0].tolist()
 
 
+def deltas(engine):
+    """What sequences and their steps give until nothing is left to do."""
+    while engine.busy:
+        yield from engine.step()
+
+
 def run(engine, *requests, cancel_after=None):
     """Tokens, text and finish_reason of each request, all submitted at once."""
     generations = engine.submit(*requests)

@@ -12,6 +12,11 @@ TINY = {
     "intermediate_size": 24,
     "initializer_range": 0.3,
 }
+ATTN = [
+    {"layers": [0], "num_heads": 2, "window_size": 5},
+    {"layers": [2], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "rope_theta": 500.0},
+]
+HYBRID = {"num_hidden_layers": 3, "attn": ATTN}
 PADDED = (torch.arange(12) >= torch.tensor([[5], [0]])).long()
 
 

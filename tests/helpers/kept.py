@@ -1,9 +1,10 @@
 """Calls of CUDA's fused path that keep something for backward."""
 
+import fused
 import pytest
 import torch
-from common import Inputs, make_inputs
-from fused import BF16, MIXED, for_this_gpu, mixed_gates, plan_of
+from common import Inputs, ours
+from fused import BF16, for_this_gpu, plan_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 in_nan = pytest.mark.usefixtures("nan_in_fresh_memory")
@@ -44,14 +45,10 @@ by_every_case = pytest.mark.parametrize(
 )
 
 
-def draw(case, gate=0.1, **options) -> Inputs:
+def draw(case, gates=0.1, **options) -> Inputs:
     (B, *sizes), gate_dtype, lengths = case
     B = for_this_gpu(B) if case in (PAIRED | UNPAIRED).values() else B
-    x = make_inputs(
-        B, *sizes, BF16, 0.1 if gate in MIXED else gate, gate_dtype, lengths=lengths, device="cuda",
-        **options,
-    )  # fmt: skip
-    return mixed_gates(x, gate) if gate in MIXED else x
+    return fused.draw(B, *sizes, gates, gate_dtype, lengths, **options)
 
 
 def for_backward_bytes(x: Inputs, **options) -> int:
@@ -76,3 +73,11 @@ class Kept(TorchDispatchMode):
         elif function is torch.ops.gla_ext.chunk_gla_bwd.default:
             self.backward.append(args[12].numel())
         return results
+
+
+def kept_and_made(x: Inputs, keep_nothing, call=ours, **options):
+    """The results, and where forward keeps operands also those of a backward that makes them."""
+    yield call(x)
+    if for_backward_bytes(x, **options):
+        keep_nothing()
+        yield call(x)

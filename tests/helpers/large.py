@@ -14,19 +14,25 @@ def large_inputs(
     K: int,
     V: int,
     dtype: torch.dtype = torch.bfloat16,
-    gate: float = 1 / 16,
+    gate: float | str = 1 / 16,
     states: bool = False,
     lengths: tuple[int, ...] | None = None,
     device: str = "cuda",
+    gate_dtype: torch.dtype | None = None,
+    seed: int = 0,
 ) -> Inputs:
     """As `make_inputs`, drawn on the device, in the dtype, and always the same there."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape, dtype=dtype):
         return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
 
     q, k, v, do = (normal(B, T, H, D) for D in (K, K, V, V))
-    g = logsigmoid(normal(B, T, H, K)).mul_(gate)
+    g = logsigmoid(normal(B, T, H, K, dtype=gate_dtype or dtype))
+    if gate == "reset":
+        g.masked_fill_(torch.rand(g.shape, generator=generator, device=device) < 0.3, -torch.inf)
+    else:
+        g.mul_(gate)
     N = B if lengths is None else len(lengths)
     h0, dht = (normal(N, H, K, V, dtype=torch.float32) if states else None for _ in range(2))
     cu_seqlens = None

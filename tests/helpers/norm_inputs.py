@@ -1,10 +1,7 @@
-"""Inputs of the norm in different layouts, and its results against fp64 plain torch."""
+"""Inputs of the norm in different layouts, and the truth."""
 
 import torch
 from models import FUNCTIONS
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from gla_ext.layers.norms import rms_norm
 
 EPS = 1e-3
 # Rounding a result once; fp32 and fp64 add up squares before.
@@ -38,39 +35,8 @@ def exact(x, weight, gate, activation="swish"):
     return y if gate is None else y * FUNCTIONS[activation](gate)
 
 
-def check(x, weight, gate, dy, activation="swish", factor=1.0):
-    """Values and gradients of the operator, and that its results are contiguous."""
-    leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, gate)]
-    doubles = [None if t is None else t.detach().double().requires_grad_() for t in leaves]
-    found = rms_norm(*leaves[:2], EPS, leaves[2], activation)
-    expected = exact(*doubles, activation)
-    there = [t for t in leaves if t is not None]
-    gradients = torch.autograd.grad(found, there, dy)
-    wanted = torch.autograd.grad(expected, [t for t in doubles if t is not None], dy.double())
-    assert found.is_contiguous()
-    for of, got, want in zip([x, *there], [found, *gradients], [expected, *wanted], strict=True):
-        assert got.dtype == of.dtype
-        assert got.shape == of.shape
-        bound = max(BOUND[of.dtype], 0 if of is not weight else BOUND[torch.float32])
-        error = (got.double() - want).norm() / want.norm().clamp_min(1e-300)
-        assert error < factor * bound, f"{error:.1e} of {tuple(of.shape)}"
-
-
 def make(shape, device, dtype, layout="contiguous", weight_dtype=None):
     inputs = (laid_out(normal(*shape, seed=i, device=device, dtype=dtype), layout) for i in (1, 2))
     x, gate = inputs
     weight = normal(shape[-1], seed=3, device=device, dtype=weight_dtype or dtype)
     return x, weight, gate, normal(*shape, seed=4, device=device, dtype=dtype)
-
-
-class MadeAgain(TorchDispatchMode):
-    """Whether the norm's backward makes its output again, call by call."""
-
-    def __init__(self):
-        super().__init__()
-        self.again = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.gla_ext.rms_norm_gate_bwd.default:
-            self.again.append(args[6:] == (True,))  # not there where it is the default
-        return function(*args, **(kwargs or {}))

@@ -1,6 +1,7 @@
 """What the tests of gates on keys and values share: inputs with both, and the truth."""
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from common import Inputs, assert_close, make_inputs, relayout
@@ -231,19 +232,72 @@ def assert_chunked_close(
     expected: dict[str, Tensor],
     x: Recurrence,
     sizes: dict[str, Tensor] | None = None,
+    bf16: float | None = CHUNKED_BF16,
 ):
-    """The same of `chunk_gla`, with `cancelling_terms`; relative to `sizes` where given."""
+    """The same of `chunk_gla`, with `cancelling_terms`; relative to `sizes` where given.
+
+    Args:
+        bf16: bound where a dtype is bf16. None: the table's.
+    """
     assert actual.keys() == expected.keys()
     accumulation = torch.finfo(torch.promote_types(x.q.dtype, torch.float32))
     for name, value in actual.items():
         assert value.dtype == result_dtype(name, x), name
         bound = max(tolerance(name, t) for t in (value.dtype, x.q.dtype))
-        bound = CHUNKED_BF16 if torch.bfloat16 in (value.dtype, x.q.dtype) else bound
+        if bf16 is not None and torch.bfloat16 in (value.dtype, x.q.dtype):
+            bound = bf16
         bound *= 1 + 3 / max(value.numel(), 1) ** 0.5
         atol = accumulation.tiny + 8 * accumulation.eps * cancelling_terms(name, x, expected)
         if sizes is not None:
             atol += bound * sizes[name].square().mean().nan_to_num().sqrt().item()
         assert_close(value, expected[name], bound, atol, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """An operator, the gates that it is given, and how close it comes to the truth.
+
+    Args:
+        run: `chunked` or `ours`.
+        a_head: one gate for all channels of a head, `[B, T, HK]`.
+    """
+
+    run: Callable
+    gating: str
+    a_head: bool = False
+
+    @property
+    def chunks(self) -> bool:
+        return self.run is chunked
+
+    def make(self, *shape: int, **options) -> Recurrence:
+        x = make_recurrence(*shape, gating=self.gating, **options)
+        return dataclasses.replace(x, gk=x.gk[..., 0]) if self.a_head else x
+
+    def outputs(self, q, k, v, gk, gv, initial_state=None, **options):
+        """o and the final state."""
+        options = {"output_final_state": True, "initial_state": initial_state} | options
+        if self.chunks:
+            return chunk_gla(q, k, v, gk, gv=gv, **options)
+        return fused_recurrent_gla(q, k, v, gk, gv, **options)
+
+    def assert_close(self, results, x, scale=None, reverse=False, expected=None, sizes=None):
+        expected = exact(x, scale, reverse) if expected is None else expected
+        if self.chunks or self.a_head:
+            bf16 = None if self.gating == "gk" else CHUNKED_BF16
+            assert_chunked_close(results, expected, x, sizes, bf16)
+        else:
+            assert_results_close(results, expected, x)
+
+
+CALLS = {
+    "chunk": Call(chunked, "gk"),
+    "chunk, a head's": Call(chunked, "gk", True),
+    **{f"chunk, {gating}": Call(chunked, gating) for gating in ("none", "gv", "both")},
+    **{f"recurrent, {gating}": Call(ours, gating) for gating in GATINGS},
+    "recurrent, a head's": Call(ours, "gk", True),
+}
+STATES = ("final_state", "dh0")  # of the results; the others have tokens
 
 
 # Verification of 2 to 16 tokens on CUDA takes the chunk form: fp32 rounding, and what the rounding

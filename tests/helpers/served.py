@@ -1,4 +1,4 @@
-"""An HTTP server of a model in a process of its own."""
+"""An HTTP server of a model in a process of its own, or in this one."""
 
 import contextlib
 import os
@@ -38,3 +38,12 @@ def serving(folder: Path, log: Path, *options: str) -> Iterator[Served]:
             yield Served(process, int(line.rpartition(":")[2]), log)
         finally:
             process.kill()
+
+
+def client_of(engine, ended=lambda: None, **options):
+    """A client of an application of the engine, in this process."""
+    from starlette.testclient import TestClient
+
+    from gla_ext.serve.http import Application, Options
+
+    return TestClient(Application(engine, Options(**options), ended).starlette())

@@ -78,7 +78,9 @@ CASES = {
         for shape, gate in zip(list(SHAPES)[:8], [*GATES, 0.1, "reset"], strict=True)
     },
     **{f"over two chunks, gate {gate}": ({"shape": "over two chunks"}, gate) for gate in GATES},
-    **{f"packed, gate {gate}": ({"lengths": PACKED_LENGTHS}, gate) for gate in GATES},
+    **{
+        f"packed, gate {gate}": ({"lengths": PACKED_LENGTHS}, gate) for gate in (1.0, 10.0, "reset")
+    },
     "no states": ({"shape": "over two chunks", "states": False}, 1.0),
     "packed, no states": ({"lengths": PACKED_LENGTHS, "states": False}, 1.0),
     "v-first": ({"shape": "over two chunks", "state_v_first": True}, 1.0),

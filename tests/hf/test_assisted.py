@@ -36,55 +36,59 @@ def make_assistant(model):
     return assistant
 
 
-@pytest.mark.parametrize("T", [12, 150])
+def long_drafts(model, count):
+    """An assistant that drafts so many tokens; some drafts are taken whole."""
+    assistant = make_assistant(model)
+    config = assistant.generation_config
+    config.num_assistant_tokens, config.assistant_confidence_threshold = count, 0.0
+    return assistant
+
+
+@pytest.mark.parametrize(
+    ("T", "padding", "drafted"), [(12, 5, None), (150, 0, None), (21, 0, 70)], ids=str
+)
 @EVERY
-def test_tokens_are_those_without_assistance(options, T):
+def test_tokens_are_those_without_assistance(options, T, padding, drafted):
+    """Also of drafts longer than a piece."""
     model, ids = make_model(**options).double(), make_ids(B=1, T=T)
-    expected = model.generate(ids, **GREEDY)
+    given = GREEDY | {"attention_mask": (torch.arange(T) >= padding).long().unsqueeze(0)}
+    expected = model.generate(ids, **given)
     assistant, lengths = make_assistant(model), []
+    if drafted is not None:
+        assistant = long_drafts(model, drafted)
     model.register_forward_pre_hook(
         lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    assert torch.equal(model.generate(ids, assistant_model=assistant, **GREEDY), expected)
+    assert torch.equal(model.generate(ids, assistant_model=assistant, **given), expected)
     assert len(lengths) < 50  # some drafts were taken
     assert set(lengths[1:]) != {1}
-    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **GREEDY), expected)
-
-
-def test_a_padded_prompt():
-    model, ids = make_model().double(), make_ids(B=1, T=12)
-    options = GREEDY | {"attention_mask": (torch.arange(12) >= 5).long().unsqueeze(0)}
-    expected = model.generate(ids, **options)
-    actual = model.generate(ids, assistant_model=make_assistant(model), **options)
-    assert torch.equal(actual, expected)
-
-
-def test_more_than_one_sequence_is_refused_by_transformers():
-    with pytest.raises(ValueError, match="batch_size = 1"):
-        make_model().generate(make_ids(), prompt_lookup_num_tokens=3, **GREEDY)
+    if drafted is None:
+        assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **given), expected)
 
 
 @EVERY
 @torch.no_grad()
 def test_a_cache_goes_back(options):
-    """By 1 to 64 tokens, by steps and by pieces, of rows of which one begins with padding."""
+    """By steps, pieces and whole calls, of rows of which one begins with padding."""
     model, ids = make_model(**options).double(), make_ids(T=260)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     expected = model(ids, attention_mask=mask).logits
     cache, now = GLACache(), 0
     cache.activate_past_recording()
-    for piece, back in ((100, 64), (30, 1), (1, 0), (1, 2), (20, 20), (70, 33), (9, 40), (64, 64)):
+    calls = [(100, 64), (30, 1), (1, 0), (1, 2), (20, 20), (70, 33), (9, 40), (64, 64)]
+    for piece, back in (*calls, (100, 99), (80, 80), (19, 0)):
         own = mask[:, : now + piece] if now < 9 else None
         out = model(ids[:, now : now + piece], attention_mask=own, past_key_values=cache)
         seen = expected[:, now : now + piece]
         where = mask[:, now : now + piece].bool()
         assert_close(out.logits[where], seen[where], 1e-12)
         now += piece
+        cache.activate_past_recording()  # transformers does so again; nothing is lost
         cache.crop(-back)
         now -= back
         assert cache.get_seq_length() == now
-    for _ in range(80):
+    for _ in range(70):
         out = model(ids[:, now : now + 1], past_key_values=cache)
         assert_close(out.logits, expected[:, now : now + 1], 1e-12)
         now += 1
@@ -116,20 +120,6 @@ def test_a_cache_goes_back_no_further_than_it_can():
 
 @EVERY
 @torch.no_grad()
-def test_the_last_call_is_taken_back_whole(options):
-    model, ids = make_model(**options).double(), make_ids(T=260)
-    expected, cache = model(ids).logits, GLACache()
-    cache.activate_past_recording()
-    for start, stop, back in ((0, 150, 149), (1, 131, 130), (1, 70, 0), (70, 200, 130)):
-        found = model(ids[:, start:stop], past_key_values=cache).logits
-        assert_close(found, expected[:, start:stop], 1e-12)
-        cache.activate_past_recording()  # transformers does so again; nothing is lost
-        cache.crop(-back)
-    assert_close(model(ids[:, 70:90], past_key_values=cache).logits, expected[:, 70:90], 1e-12)
-
-
-@EVERY
-@torch.no_grad()
 def test_rows_of_a_cache_that_goes_back_change_places(options):
     model, ids, rows = make_model(**options).double(), make_ids(T=90), torch.tensor([1, 0, 1])
     expected, cache = model(ids).logits[rows], GLACache()
@@ -141,21 +131,6 @@ def test_rows_of_a_cache_that_goes_back_change_places(options):
     assert_close(found, expected[:, 70:], 1e-12)
     cache.crop(-50)
     assert_close(model(ids[rows, 40:], past_key_values=cache).logits, expected[:, 40:], 1e-12)
-
-
-def long_drafts(model, count):
-    """An assistant that drafts so many tokens; some drafts are taken whole."""
-    assistant = make_assistant(model)
-    config = assistant.generation_config
-    config.num_assistant_tokens, config.assistant_confidence_threshold = count, 0.0
-    return assistant
-
-
-@EVERY
-def test_drafts_longer_than_a_piece(options):
-    model, ids, steps = make_model(**options), make_ids(B=1, T=21), GREEDY | {"max_new_tokens": 80}
-    found = model.generate(ids, assistant_model=long_drafts(model, 70), **steps)
-    assert torch.equal(found, model.generate(ids, **steps))
 
 
 @pytest.mark.cuda

@@ -11,39 +11,64 @@ from models import make_ids
 pytest.importorskip("transformers")
 
 import transformers
-from hf_models import PADDED, make_model
+from hf_models import HYBRID, PADDED, make_model
 
 from gla_ext.hf._cache import CACHE
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-@pytest.mark.parametrize("size", [1, 5, 12, 100])
-def test_a_prompt_in_chunks_needs_no_cache(size, options):
-    ours, ids = make_model(use_short_conv=True).double(), make_ids(T=12)
-    options = GREEDY | options | {"attention_mask": PADDED}
-    actual = ours.generate(ids, prefill_chunk_size=size, **options)
-    assert torch.equal(actual, ours.generate(ids, **options))
+KINDS = {
+    "GLA": {"use_short_conv": True},
+    "hybrid": HYBRID,
+    "attention": {"attn": {"layers": [0, 1], "num_heads": 2}},
+}
+BEAMS, STATIC = {"num_beams": 3}, {"cache_implementation": "static", "disable_compile": True}
+ALIKE = {  # ways of drawing, and what changes none of their tokens
+    "greedy": (
+        {},
+        [
+            {},
+            *({"prefill_chunk_size": n} for n in (1, 5, 12, 100)),
+            STATIC,
+            STATIC | {"prefill_chunk_size": 5},
+            {"position_ids": (PADDED.cumsum(1) - 1).clamp_min(0)},
+        ],
+    ),
+    "beams": (BEAMS, [{}, {"prefill_chunk_size": 5}, STATIC]),
+    "two beams": ({"num_beams": 2, "num_return_sequences": 2}, [{}]),
+    "sampled": ({"do_sample": True, "top_k": 5, "num_return_sequences": 3}, [{}]),
+}
 
 
-def test_a_prompt_in_chunks_passes_in_chunks(monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ALIKE)
+def test_tokens_are_those_without_a_cache(kind, way):
+    ours, (drawn, options) = make_model(**KINDS[kind]).double(), ALIKE[way]
+    results = []
+    for given in ({"use_cache": False}, *options):
+        torch.manual_seed(3)
+        given = GREEDY | drawn | given | {"attention_mask": PADDED}
+        results.append(ours.generate(make_ids(T=12), **given))
+        assert torch.equal(results[-1], results[0]), given
+
+
+@pytest.mark.parametrize(("options", "most"), [({}, 12), ({"prefill_chunk_size": 5}, 5)])
+def test_every_token_after_the_prompt_is_one_step(monkeypatch, options, most):
     ours, lengths = make_model(), []
     embed = ours.model.embeddings.forward
     monkeypatch.setattr(
         ours.model.embeddings, "forward", lambda x: lengths.append(x.shape[1]) or embed(x)
     )
-    ours.generate(make_ids(T=12), prefill_chunk_size=5, **GREEDY)
-    assert max(lengths) == 5
-    assert sum(lengths) == 12 + 5
+    ours.generate(make_ids(T=12), attention_mask=PADDED, **GREEDY | options)
+    assert (max(lengths), sum(lengths)) == (most, 12 + 5)
+    assert lengths[-5:] == [1] * 5
 
 
-def test_positions_of_a_prompt_change_nothing():
-    ours, ids = make_model().double(), make_ids(T=12)
-    expected = ours.generate(ids, attention_mask=PADDED, **GREEDY)
-    positions = (PADDED.cumsum(1) - 1).clamp_min(0)
-    options = GREEDY | {"attention_mask": PADDED, "position_ids": positions}
-    assert torch.equal(ours.generate(ids, **options), expected)
+def test_a_cache_of_fla_is_refused():
+    cache_utils = pytest.importorskip("fla.models.cache_utils", exc_type=ImportError)
+    with pytest.raises(TypeError, match=r"to be a gla_ext\.cache\.GLACache, got Cache"):
+        make_model(**HYBRID)(make_ids(), past_key_values=cache_utils.Cache(), use_cache=True)
 
 
 def test_a_cache_of_keys_and_values_is_refused():
@@ -95,38 +120,17 @@ def test_prompt_tuning_puts_tokens_before_the_prompt():
     assert_close(tuned(ids).logits, base(inputs_embeds=whole).logits, 1e-6)
 
 
-def test_lora_on_a_convolution_is_on_its_weight_and_beside_one_it_runs():
-    lora = {"kind": "LoraConfig", "r": 4, "init_lora_weights": False}
+def test_lora_on_a_convolution_is_on_its_weight():
+    lora = {"kind": "LoraConfig", "r": 8, "target_modules": ["q_conv1d"]}
     with pytest.raises(TypeError, match="LoRA takes its weight, as target_parameters="):
-        with_adapter(lora | {"target_modules": ["q_conv1d"], "r": 8}, use_short_conv=True)
-    tuned = with_adapter(lora | {"target_modules": "all-linear"}, use_short_conv=True)
-    ids = make_ids(T=12)
-    logits = tuned(ids).logits
-    assert not torch.equal(logits, make_model(use_short_conv=True)(ids).logits)
-    assert_close(tuned.merge_and_unload()(ids).logits, logits, 1e-5)
+        with_adapter(lora, use_short_conv=True)
 
 
-STATIC = {
-    "GLA": {"use_short_conv": True},
-    "hybrid": {"attn": {"layers": [1], "num_heads": 2, "window_size": 9}},
-    "attention": {"attn": {"layers": [0, 1], "num_heads": 2}},
-}
-
-
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 5}], ids=str)
-@pytest.mark.parametrize("model", STATIC)
-def test_a_static_cache(model, options):
-    ours, ids = make_model(**STATIC[model]).double(), make_ids(T=12)
-    options = GREEDY | options | {"attention_mask": PADDED}
-    actual = ours.generate(ids, cache_implementation="static", disable_compile=True, **options)
-    assert torch.equal(actual, ours.generate(ids, **options))
-
-
-@pytest.mark.parametrize("model", STATIC)
-def test_a_static_cache_has_its_step_compiled_once(model):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_static_cache_has_its_step_compiled_once(kind):
     config = transformers.CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager")
     config._compile_all_devices, config.mode = True, None
-    ours, ids = make_model(**STATIC[model]).double(), make_ids(T=12)
+    ours, ids = make_model(**KINDS[kind]).double(), make_ids(T=12)
     expected = ours.generate(ids, attention_mask=PADDED, **GREEDY)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -143,10 +147,10 @@ def test_a_static_cache_does_not_go_back():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("model", STATIC)
-def test_a_static_cache_on_cuda(model):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_static_cache_on_cuda(kind):
     """By inductor and CUDA graphs, as transformers compiles there by itself."""
-    ours = make_model(hidden_size=64, intermediate_size=96, **STATIC[model]).cuda()
+    ours = make_model(hidden_size=64, intermediate_size=96, **KINDS[kind]).cuda()
     ids, options = make_ids(T=12).cuda(), GREEDY | {"attention_mask": PADDED.cuda()}
     expected = ours.generate(ids, **options)
     torch._dynamo.utils.counters.clear()
@@ -154,11 +158,16 @@ def test_a_static_cache_on_cuda(model):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"attn": {"layers": [1], "num_heads": 2}}], ids=str)
-def test_embeddings_go_on_from_a_cache(options):
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_and_embeddings_go_on_from_a_cache(kind):
     """As in transformers: inputs_embeds hold all tokens so far, and the new ones pass."""
-    ours, ids = make_model(**options), make_ids(T=12)
-    expected = ours.generate(ids, **GREEDY)[:, 12:]
+    ours, ids = make_model(**KINDS[kind]).double(), make_ids(T=12)
+    whole = ours.generate(ids, **GREEDY)
+    first = ours.generate(ids, return_dict_in_generate=True, **GREEDY | {"max_new_tokens": 2})
+    assert torch.equal(first.sequences, whole[:, :14])
+    options = GREEDY | {"past_key_values": first[CACHE], "max_new_tokens": 4}
+    assert torch.equal(ours.generate(first.sequences, **options), whole)
+    expected = whole[:, 12:]
     x = ours.get_input_embeddings()(ids)
     options = GREEDY | {"return_dict_in_generate": True}
     first = ours.generate(inputs_embeds=x, **options | {"max_new_tokens": 2})

@@ -25,12 +25,6 @@ AUTO = {
 SIZES = {"num_labels": 4, "pad_token_id": PAD}
 
 
-@pytest.fixture(autouse=True)
-def registered():
-    """FLA, where another test imported it, has registered its own classes."""
-    hf.register()
-
-
 def states(model, ids, **arguments):
     return model.model(ids, **arguments).last_hidden_state
 

@@ -69,11 +69,11 @@ def test_a_known_one_changes_nothing_where_it_says_nothing(kind, name):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "GLAForSequenceClassification"])
-@pytest.mark.parametrize("name", ["lables", "head_mask", "encoder_hidden_states", "ignore_index"])
-def test_others_are_refused_by_name(kind, name):
+def test_others_are_refused_by_name(kind):
     model = make_model(kind=kind, pad_token_id=0)
-    with pytest.raises(TypeError, match=f"expected keywords that are known, got '{name}'"):
-        model(make_ids(T=12), **{name: torch.ones(2)})
+    for name in ("lables", "head_mask", "encoder_hidden_states", "ignore_index"):
+        with pytest.raises(TypeError, match=f"expected keywords that are known, got '{name}'"):
+            model(make_ids(T=12), **{name: torch.ones(2)})
     with pytest.raises(NotImplementedError, match="expected is_causal to be True, got False"):
         model(make_ids(T=12), is_causal=False)
 
@@ -109,6 +109,7 @@ def test_shifted_labels(options, count):
     shifted = ids.roll(-1, 1)
     shifted[0, 3] = -100
     out = model(ids, shift_labels=shifted, labels=ids, num_items_in_batch=count)
+    assert (out.logits is None) == ("fuse_linear_cross_entropy" in options)
     logits = model(ids).logits
     expected = ForCausalLMLoss(logits, None, 31, num_items_in_batch=count, shift_labels=shifted)
     assert_close(out.loss, expected, 1e-6)
@@ -159,22 +160,16 @@ def test_a_loss_function_is_called_as_by_transformers():
         ours(make_ids(T=12), labels=make_ids(T=12), cp_context=object())
 
 
-@pytest.mark.parametrize("loss", [len, None])
-def test_where_no_loss_is_computed_keywords_are_refused_as_ever(loss):
-    """And where transformers' loss needs labels itself, shift_labels alone are too few."""
-    model, ids = make_model(), make_ids(T=12)
-    model.loss_type = "ForMaskedLM"
-    if loss is not None:
-        model.loss_function = loss
-    with pytest.raises(TypeError, match="expected keywords that are known, got 'lables'"):
-        model(ids, lables=ids)
-    if loss is None:
-        with pytest.raises(ValueError, match="'ForMaskedLM' to have labels, got shift_labels al"):
-            model(ids, shift_labels=ids)
-
-
-def test_a_loss_type_is_called():
+def test_a_loss_type_and_where_no_loss_is_computed():
+    """Keywords are refused then as ever, and shift_labels alone where the loss needs labels."""
     model, ids = make_model(), make_ids(T=12)
     model.loss_type = "ForMaskedLM"
     expected = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), ids.flatten())
     assert_close(model(ids, labels=ids).loss, expected, 1e-6)
+    with pytest.raises(ValueError, match="'ForMaskedLM' to have labels, got shift_labels al"):
+        model(ids, shift_labels=ids)
+    other = make_model()
+    other.loss_function = len
+    for one in (model, other):
+        with pytest.raises(TypeError, match="expected keywords that are known, got 'lables'"):
+            one(ids, lables=ids)

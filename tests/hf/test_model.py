@@ -14,7 +14,7 @@ from source_tree import run
 pytest.importorskip("transformers")
 
 import transformers
-from hf_models import PADDED, TINY, make_model
+from hf_models import HYBRID, PADDED, TINY, make_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -24,12 +24,6 @@ from gla_ext.model import GLAForCausalLM, blocks, checkpoint
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 DTYPE = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    """FLA, where another test imported it, has registered its own classes."""
-    hf.register()
 
 
 def core(tmp_path, of: hf.GLAForCausalLM) -> GLAForCausalLM:
@@ -44,9 +38,9 @@ def test_import_without_transformers_says_what_to_install():
     assert last.startswith("ImportError: gla_ext.hf needs transformers 4.55 or newer: pip install")
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_files(tmp_path, tied):
-    ours = make_model(tie_word_embeddings=tied)
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}, HYBRID], ids=str)
+def test_files(tmp_path, options):
+    ours, tied = make_model(**options), "tie_word_embeddings" in options
     own = core(tmp_path, ours)
     assert {x.name for x in tmp_path.glob("*.safetensors")} == {"model.safetensors"}
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -55,17 +49,19 @@ def test_files(tmp_path, tied):
     logits = ours(make_ids()).logits
     assert torch.equal(again(make_ids()).logits, logits)
     assert torch.equal(own(make_ids()).logits, logits)
-    assert type(AutoConfig.from_pretrained(tmp_path)) is hf.GLAConfig
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert type(config) is hf.GLAConfig and config.attn == ours.config.attn
     body = AutoModel.from_pretrained(tmp_path)
     assert type(body) is hf.GLAModel
     assert torch.equal(again.lm_head(body(make_ids()).last_hidden_state), logits)
     own.save_pretrained(tmp_path / "own")
     back = hf.GLAForCausalLM.from_pretrained(tmp_path / "own")
     assert torch.equal(back(make_ids()).logits, logits)
-
-
-def test_files_in_bf16(tmp_path):
-    make_model().bfloat16().save_pretrained(tmp_path)
+    ours.resize_token_embeddings(40)
+    assert ours.config.vocab_size == 40
+    assert ours(make_ids()).logits.shape == (2, 70, 40)
+    assert (ours.lm_head.weight is ours.model.embeddings.weight) == tied
+    ours.bfloat16().save_pretrained(tmp_path)
     again = hf.GLAForCausalLM.from_pretrained(tmp_path, **{DTYPE: torch.bfloat16})
     assert {x.dtype for x in again.parameters()} == {torch.bfloat16}
     assert again(make_ids()).logits.dtype == torch.bfloat16
@@ -142,6 +138,18 @@ def test_errors():
         ours(ids, inputs_embeds=torch.zeros(2, 70, 16))
     with pytest.raises(NotImplementedError, match="output_attentions"):
         ours(ids, output_attentions=True)
+    with pytest.raises(ValueError, match="past_key_values of 3 sequences, got 2"):
+        ours(make_ids(B=3, T=4), past_key_values=ours(ids).past_key_values)
+
+
+def test_wrong_attn_is_refused_when_it_is_set():
+    with pytest.raises(ValueError, match="layers of attn from 0 to 1, got 2"):
+        hf.GLAConfig(num_hidden_layers=2, attn={"layers": [2], "num_heads": 2})
+    config = hf.GLAConfig(num_hidden_layers=3)
+    with pytest.raises(TypeError, match="attn to be a dict or a list of dicts, got 5"):
+        config.attn = 5
+    config.attn = HYBRID["attn"]
+    assert config.to_dict()["attn"][0]["num_kv_heads"] == 2
 
 
 @pytest.mark.parametrize("options", [{}, {"use_short_conv": True, "num_kv_heads": 1}], ids=str)
@@ -185,51 +193,12 @@ def test_greedy_generation_is_that_of_the_core_model(tmp_path):
     assert torch.equal(alone[:, 7:], expected[:1, 12:])
 
 
-def test_every_token_after_the_prompt_is_one_step(monkeypatch):
-    ours, lengths = make_model(), []
-    embed = ours.model.embeddings.forward
-    monkeypatch.setattr(
-        ours.model.embeddings, "forward", lambda x: lengths.append(x.shape[1]) or embed(x)
-    )
-    ours.generate(make_ids(T=12), attention_mask=PADDED, **GREEDY)
-    assert lengths == [12, 1, 1, 1, 1, 1]
-
-
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}])
-def test_beams_keep_their_states(options):
-    ours, ids = make_model().double(), make_ids(T=12)
-    options = GREEDY | options | {"attention_mask": PADDED}
-    expected = ours.generate(ids, use_cache=False, **options)
-    assert torch.equal(ours.generate(ids, **options), expected)
-
-
-def test_sampling_is_seeded():
-    ours, ids = make_model().double(), make_ids(T=12)
-    options = GREEDY | {"do_sample": True, "top_k": 5, "num_return_sequences": 3}
-    runs = []
-    for use_cache in (True, False):
-        torch.manual_seed(3)
-        runs.append(ours.generate(ids, use_cache=use_cache, **options))
-    assert torch.equal(*runs)
-
-
 CACHES = ("past_key_values", "cache")
 
 
 def make_cache(model, ids):
     """After the first eight tokens."""
     return model(ids[:, :8]).past_key_values
-
-
-def test_generation_goes_on_from_a_cache_and_from_embeddings():
-    ours, ids = make_model().double(), make_ids(B=1, T=12)
-    whole = ours.generate(ids, **GREEDY | {"max_new_tokens": 12})
-    first = ours.generate(ids, return_dict_in_generate=True, **GREEDY)
-    assert torch.equal(first.sequences, whole[:, :18])
-    second = ours.generate(first.sequences, past_key_values=first.past_key_values, **GREEDY)
-    assert torch.equal(second, whole)
-    embedded = ours.generate(inputs_embeds=ours.model.embeddings(ids), **GREEDY)
-    assert torch.equal(embedded, whole[:, 12:18])
 
 
 def test_the_cache_has_two_names():
@@ -242,9 +211,10 @@ def test_the_cache_has_two_names():
         ours(ids[:, 8:], **{name: make_cache(ours, ids) for name in CACHES})
 
 
+@pytest.mark.parametrize("options", [{}, HYBRID], ids=["GLA", "hybrid"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant):
-    ours, ids = make_model().train(), make_ids(T=12)
+def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant, options):
+    ours, ids = make_model(**options).train(), make_ids(T=12)
 
     def gradients():
         ours.zero_grad()
@@ -275,51 +245,9 @@ def test_gradient_checkpointing_recomputes_in_the_mode_of_forward(use_reentrant)
     assert record.calls == [("fwd", True), ("fwd", True), ("bwd", True)]
 
 
-def test_flattened_batches_have_the_loss_of_their_sequences():
-    ours, lengths = make_model(), (5, 1, 12)
-    rows = [make_ids(B=1, T=T, seed=T)[0] for T in lengths]
-    total = sum(ours(row[None], labels=row[None], num_items_in_batch=1).loss for row in rows)
-    flat = transformers.DataCollatorWithFlattening()([{"input_ids": row.tolist()} for row in rows])
-    flat["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
-    counted = (flat["labels"][:, 1:] != -100).sum()
-    assert counted == sum(lengths) - len(lengths)
-    for labels in (flat["labels"], flat["input_ids"]):
-        batch = flat | {"labels": labels}
-        assert_close(ours(**batch).loss, total / counted, 1e-6)
-        assert_close(ours(**batch, num_items_in_batch=counted).loss, total / counted, 1e-6)
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_offsets_by_the_name_that_transformers_gives_them(checkpointing):
-    ours, rows = make_model(), [make_ids(B=1, T=T, seed=T)[0] for T in (5, 1, 12)]
-    if checkpointing:
-        ours.gradient_checkpointing_enable()
-    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    flat = collator([{"input_ids": row.tolist()} for row in rows])
-    assert flat["cu_seq_lens_q"].tolist() == [0, 5, 6, 18]
-    expected = torch.cat([ours(row[None]).logits for row in rows], 1)
-    assert_close(ours(**flat).logits, expected, 1e-6)
-    named = ours(flat["input_ids"], labels=flat["input_ids"], cu_seqlens=flat["cu_seq_lens_q"])
-    got = ours(**flat | {"labels": flat["input_ids"]})
-    assert torch.equal(got.loss, named.loss)
-    hidden = ours.model(flat["input_ids"], cu_seq_lens_q=flat["cu_seq_lens_q"]).last_hidden_state
-    assert_close(ours.lm_head(hidden), expected, 1e-6)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_embeddings_can_be_resized(tied):
-    ours = make_model(tie_word_embeddings=tied)
-    ours.resize_token_embeddings(40)
-    assert ours.config.vocab_size == 40
-    assert ours(make_ids()).logits.shape == (2, 70, 40)
-    assert (ours.lm_head.weight is ours.model.embeddings.weight) == tied
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_trainer(tmp_path, checkpointing):
-    pytest.importorskip("accelerate")
-    arguments = transformers.TrainingArguments(
-        tmp_path,
+def test_trainer(tmp_path, arguments, checkpointing):
+    given = arguments(
         max_steps=2,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
@@ -328,8 +256,6 @@ def test_trainer(tmp_path, checkpointing):
         logging_steps=1,
         eval_strategy="steps",
         eval_steps=2,
-        report_to=[],
-        use_cpu=True,
     )
     ids = make_ids(B=4, T=12)
     labels = ids.clone()
@@ -340,7 +266,7 @@ def test_trainer(tmp_path, checkpointing):
     ]
     ours = make_model()
     before = ours(ids, labels=labels).loss
-    trainer = transformers.Trainer(ours, arguments, train_dataset=rows, eval_dataset=rows)
+    trainer = transformers.Trainer(ours, given, train_dataset=rows, eval_dataset=rows)
     trainer.train()
     losses = [x["loss"] for x in trainer.state.log_history if "loss" in x]
     # Two micro-batches make the step's mean, and not twice that.

@@ -30,6 +30,7 @@ SAID = {
     },
     "cu_seq_lens_q": lambda flat: {"cu_seq_lens_q": OFFSETS, "max_length_q": 12},
     "cu_seq_lens_k": lambda flat: {"cu_seq_lens_k": OFFSETS, "max_length_k": 12},
+    "cu_seqlens": lambda flat: {"cu_seqlens": OFFSETS},
     "a mask of ones": lambda flat: {
         "position_ids": flat["position_ids"],
         "attention_mask": torch.ones(1, 18, dtype=torch.int64),
@@ -68,32 +69,32 @@ class CountReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", SAID)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_packed_row_is_its_sequences(name, checkpointing):
-    ours, rows = make_model(use_short_conv=True).train(), make_rows()
+HYBRID = {"attn": {"layers": [1], "num_heads": 2, "window_size": 5}}
+CONVOLVED = {"use_short_conv": True}
+PACKED = [(name, CONVOLVED, False) for name in SAID] + [("position_ids", CONVOLVED, True)]
+PACKED += [("position_ids", HYBRID, False), ("cu_seq_lens_q", HYBRID, True)]
+
+
+@pytest.mark.parametrize(("name", "options", "checkpointing"), PACKED)
+def test_a_packed_row_is_its_sequences(name, options, checkpointing):
+    ours, rows = make_model(**options).train(), make_rows()
     if checkpointing:
         ours.gradient_checkpointing_enable()
     apart = [ours(row[None], labels=row[None], num_items_in_batch=15) for row in rows]
     logits = torch.cat([x.logits for x in apart], 1).clone()  # backward writes over them
     expected = gradients(ours, sum(x.loss for x in apart))
     flat = flatten(rows)
+    assert set(flat) == {"input_ids", "labels", "position_ids"}
+    said, total = SAID[name](flat), sum(x.loss for x in apart)
+    hidden = ours.model(flat["input_ids"], **said).last_hidden_state
+    assert_close(ours.lm_head(hidden), logits, 1e-5)
     for labels in (flat["labels"], flat["input_ids"]):
-        out = ours(flat["input_ids"], labels=labels, **SAID[name](flat))
-        assert_close(out.logits, logits, 1e-5)
-        assert_close(out.loss, sum(x.loss for x in apart), 1e-6)
+        for count in (None, 15):
+            out = ours(flat["input_ids"], labels=labels, num_items_in_batch=count, **said)
+            assert_close(out.logits, logits, 1e-5)
+            assert_close(out.loss, total, 1e-6)
     for parameter, gradient in gradients(ours, out.loss).items():
         assert_close(gradient, expected[parameter], 1e-5, name=parameter)
-
-
-def test_the_collators_default_into_the_model():
-    ours, rows = make_model(), make_rows()
-    expected = torch.cat([ours(row[None]).logits for row in rows], 1)
-    flat = flatten(rows)
-    assert set(flat) == {"input_ids", "labels", "position_ids"}
-    assert_close(ours(**flat).logits, expected, 1e-5)
-    hidden = ours.model(flat["input_ids"], position_ids=flat["position_ids"]).last_hidden_state
-    assert_close(ours.lm_head(hidden), expected, 1e-5)
 
 
 def test_a_cache_has_the_states_of_the_sequences():
@@ -111,9 +112,10 @@ def test_a_cache_has_the_states_of_the_sequences():
 POSITIONS = torch.tensor([[*range(5), *range(4), *range(3)], [*range(1, 12), 0]])
 
 
+@pytest.mark.parametrize("options", [{}, HYBRID], ids=["GLA", "hybrid"])
 @pytest.mark.parametrize("mask", [None, PADDED], ids=["whole", "padded"])
-def test_every_row_of_a_batch_is_packed(mask):
-    ours, ids = make_model(), make_ids(T=12)
+def test_every_row_of_a_batch_is_packed(mask, options):
+    ours, ids = make_model(**options), make_ids(T=12)
     cuts = ((0, 5), (5, 9), (9, 12)), ((0, 11), (11, 12))
     expected, kept = torch.zeros(2, 12, 31), torch.zeros(2, 12, dtype=torch.bool)
     total = count = 0
@@ -140,28 +142,20 @@ def test_every_row_of_a_batch_is_packed(mask):
     assert out.past_key_values.get_seq_length() == 12
 
 
-@pytest.mark.parametrize(
-    "positions",
-    [torch.arange(12)[None], torch.arange(12).expand(2, 12) + 7, 3 * torch.arange(12)[None]],
-    ids=["one row", "both", "gaps"],
-)
-@pytest.mark.parametrize("mask", [None, PADDED], ids=["whole", "padded"])
+ROW = torch.arange(12)[None]
+CONTINUED = [(mask, x) for mask in (None, PADDED) for x in (ROW, ROW.expand(2, 12) + 7, 3 * ROW)]
+CONTINUED += [  # versions of generate() differ
+    (PADDED, (PADDED.cumsum(1) - 1).masked_fill(PADDED == 0, fill)) for fill in (0, 1, 100)
+]
+
+
+@pytest.mark.parametrize(("mask", "positions"), CONTINUED)
 def test_positions_that_do_not_start_again_change_nothing(positions, mask):
     ours, ids = make_model(), make_ids(T=12)
     expected = ours(ids, attention_mask=mask, labels=ids)
     actual = ours(ids, attention_mask=mask, labels=ids, position_ids=positions)
     assert torch.equal(actual.logits, expected.logits)
     assert torch.equal(actual.loss, expected.loss)
-
-
-def test_positions_of_padding_start_nothing():
-    ours, ids = make_model(), make_ids(T=12)
-    expected = ours(ids, attention_mask=PADDED, labels=ids)
-    for fill in (0, 1, 100):  # versions of generate() differ
-        positions = (PADDED.cumsum(1) - 1).masked_fill(PADDED == 0, fill)
-        actual = ours(ids, attention_mask=PADDED, labels=ids, position_ids=positions)
-        assert torch.equal(actual.logits, expected.logits)
-        assert torch.equal(actual.loss, expected.loss)
 
 
 def test_a_step_looks_at_no_position():
@@ -176,6 +170,7 @@ def test_a_step_looks_at_no_position():
 
 def test_sizes_are_read_once_a_model_and_not_beside_offsets():
     ours, flat = make_model().train(), flatten(make_rows(), return_flash_attn_kwargs=True)
+    assert flat["cu_seq_lens_q"].tolist() == flat["cu_seq_lens_k"].tolist() == OFFSETS.tolist()
     with CountReads() as reads:
         ours(**flat)
     assert reads.count == 0
@@ -234,22 +229,15 @@ def test_errors(name):
             ours(ids, **{name: torch.zeros(shape, dtype=torch.int64)})
 
 
-def test_trainer_keeps_the_columns_that_say_how_rows_are_packed(tmp_path):
-    pytest.importorskip("accelerate")
+def test_trainer_keeps_the_columns_that_say_how_rows_are_packed(arguments):
     flat = flatten(make_rows())
     row = {name: x[0] for name, x in flat.items()}
-    arguments = transformers.TrainingArguments(
-        tmp_path,
-        max_steps=1,
-        per_device_train_batch_size=1,
-        logging_steps=1,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
+    given = arguments(
+        max_steps=1, per_device_train_batch_size=1, logging_steps=1, save_strategy="no"
     )
     ours = make_model()
     expected = ours(**flat).loss.item()
-    trainer = transformers.Trainer(ours, arguments, train_dataset=[row])
+    trainer = transformers.Trainer(ours, given, train_dataset=[row])
     trainer._set_signature_columns_if_needed()
     assert {*flat, "seq_idx", "cu_seq_lens_q"} <= set(trainer._signature_columns)
     trainer.train()

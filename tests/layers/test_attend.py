@@ -97,9 +97,12 @@ def draw(*lengths, heads=(4, 2)):
     return [torch.randn(*size, H, D, dtype=torch.float64).requires_grad_() for size, H in pairs]
 
 
-def with_gradients(o, inputs):
+def assert_same(o, expected, inputs):
+    """And the gradients."""
     do = torch.linspace(-0.5, 1, o.numel(), dtype=o.dtype).view_as(o)
-    return [o, *torch.autograd.grad(o, inputs, do)]
+    results = ([x, *torch.autograd.grad(x, inputs, do)] for x in (o, expected))
+    for a, e in zip(*results, strict=True):
+        assert_close(a, e, 1e-12)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5], ids=str)
@@ -114,9 +117,7 @@ def test_packed(flash, window):
         own = slice(cu_k[n], cu_k[n + 1])
         found = one(q[cu_q[n] : cu_q[n + 1]], k[own], v[own], window)[0]
         expected = expected.slice_scatter(found, 0, int(cu_q[n]), int(cu_q[n + 1]))
-    results = with_gradients(o, inputs), with_gradients(expected, inputs)
-    for a, e in zip(*results, strict=True):
-        assert_close(a, e, 1e-12)
+    assert_same(o, expected, inputs)
 
 
 @pytest.mark.parametrize("window", [None, 5], ids=str)
@@ -129,18 +130,14 @@ def test_packed_by_a_mask(monkeypatch, window):
     o = attend_packed(*inputs, cu_q, cu_k, window=window)
     monkeypatch.undo()
     expected = attend_packed(*inputs, cu_q, cu_k, window=window)
-    results = with_gradients(o, inputs), with_gradients(expected, inputs)
-    for a, e in zip(*results, strict=True):
-        assert_close(a, e, 1e-12)
+    assert_same(o, expected, inputs)
 
 
 def test_rows_with_a_window(flash):
     inputs = draw((3, 20))
     o = attend_rows(*inputs, window=5)
     expected = torch.stack([one(*(x[n] for x in inputs), 5)[0] for n in range(3)])
-    results = with_gradients(o, inputs), with_gradients(expected, inputs)
-    for a, e in zip(*results, strict=True):
-        assert_close(a, e, 1e-12)
+    assert_same(o, expected, inputs)
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (6, 1)], ids=str)

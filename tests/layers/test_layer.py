@@ -5,13 +5,13 @@ Equal bits (see common.py): own sums.
 
 import pytest
 import torch
-from common import assert_close, make_inputs, run_python
+from common import assert_close, run_python
+from dispatch import Calls
 from models import EVERY, SMALL, composed_with, make_layer, make_x
 
-from gla_ext import GatedLinearAttention, chunk_gla, fused_recurrent_gla
+from gla_ext import GatedLinearAttention
 from gla_ext.layers._options import MODES
 from gla_ext.layers.activations import ACTIVATIONS
-from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
 
 OPTIONS = {
     "default": {},
@@ -60,158 +60,96 @@ def test_equals_the_composition_with_gradients(options):
 @pytest.mark.parametrize("T", [0, 1, 64, 65])
 def test_every_mode_at_any_length(mode, T, options):
     layer, x = make_layer(mode=mode, **options), make_x(T=T)
-    assert_close(layer(x)[0], composed_with(options, layer, x)[0], 1e-12)
-
-
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
-@pytest.mark.parametrize("options", [{}, {"fuse_norm": False}, EVERY])
-def test_lower_precision_stays_close(dtype, bound, options):
-    layer = make_layer(dtype, **options)
-    x = make_x(dtype=dtype)
-    y = layer(x)[0]
-    assert y.dtype == dtype
-    assert_close(y, composed_with(options, layer, x.double())[0], bound)
-
-
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.03), (torch.float16, 2e-3)])
-@pytest.mark.parametrize("options", [{}, EVERY], ids=["default", "all"])
-def test_autocast_keeps_close(dtype, bound, options):
-    layer, x = make_layer(torch.float32, **options), make_x(dtype=torch.float32)
-    with torch.autocast("cpu", dtype):
+    with Calls() as calls:
         y = layer(x)[0]
-    assert y.dtype == dtype
+    assert_close(y, composed_with(options, layer, x)[0], 1e-12)
+    assert calls.count("recurrent_gla_fwd") == (mode == "fused_recurrent")
+
+
+CASES = [(torch.float32, None, 1e-5), (torch.bfloat16, None, 0.03)]
+CASES += [(torch.float32, torch.bfloat16, 0.03), (torch.float32, torch.float16, 2e-3)]
+
+
+@pytest.mark.parametrize(("dtype", "autocast", "bound"), CASES)
+@pytest.mark.parametrize("options", [{}, {"fuse_norm": False}, EVERY])
+def test_lower_precision_stays_close(dtype, autocast, bound, options):
+    layer, x = make_layer(dtype, **options), make_x(dtype=dtype)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        y = layer(x)[0]
+    assert y.dtype == (autocast or dtype)
     assert_close(y, composed_with(options, layer, x.double())[0], bound)
 
 
-@pytest.mark.parametrize("operator", [chunk_gla, fused_recurrent_gla])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_heads_that_share_memory_change_no_bit(device, operator, dtype):
-    """What the layer hands over for one key/value head: strides of 0."""
-    x = make_inputs(2, 130, 4, 32, 64, dtype, device=device)
-    one_head = [t[:, :, :1] for t in (x.k, x.v, x.g)]
-    results = []
-    for copied in (False, True):
-        leaves = [x.q, *one_head, x.initial_state]
-        leaves = [t.detach().clone().requires_grad_() for t in leaves]
-        k, v, g = (t.expand(-1, -1, 4, -1) for t in leaves[1:4])
-        if copied:
-            k, v, g = k.contiguous(), v.contiguous(), g.contiguous()
-        o, state = operator(leaves[0], k, v, g, initial_state=leaves[4], output_final_state=True)
-        assert (k.stride(2) == 0) != copied
-        results.append([o, state, *torch.autograd.grad((o, state), leaves, (x.do, x.dht))])
-    for shared, copy in zip(*results, strict=True):
-        assert torch.equal(shared, copy)
+SHAPES = {
+    "q_proj.weight": (512, 1024),
+    "k_proj.weight": (512, 1024),
+    "v_proj.weight": (1024, 1024),
+    "g_proj.weight": (1024, 1024),
+    "gk_proj.0.weight": (16, 1024),
+    "gk_proj.1.weight": (512, 16),
+    "gk_proj.1.bias": (512,),
+    "o_proj.weight": (1024, 1024),
+    "g_norm_swish_gate.weight": (256,),
+}
+NO_NORM = {"g_norm_swish_gate.weight": None}
+OTHER_NORM = NO_NORM | {"g_norm.weight": (256,)}  # beside any gate but swish
+NO_GATE = {"g_proj.weight": None}
+SHARED = {"k_proj.weight": (256, 1024), "gk_proj.1.weight": (256, 16), "gk_proj.1.bias": (256,)}
+SHARED |= {"v_proj.weight": (512, 1024)}
+CONVOLUTIONS = {"q_conv1d": 512, "k_conv1d": 256, "v_conv1d": 512}
+SHARED |= {f"{name}.weight": (D, 1, 3) for name, D in CONVOLUTIONS.items()}
+SHORT = {"num_kv_heads": 2, "use_short_conv": True, "conv_size": 3, "conv_bias": False}
+NAMES = [
+    ({}, {}),
+    ({"fuse_norm": False}, OTHER_NORM),
+    ({"use_output_gate": False}, OTHER_NORM | NO_GATE),
+    ({"fuse_norm": False, "use_output_gate": False}, OTHER_NORM | NO_GATE),
+    ({"elementwise_affine": False}, NO_NORM),
+    ({"elementwise_affine": False, "fuse_norm": False}, NO_NORM),
+    ({"elementwise_affine": False, "use_output_gate": False}, NO_NORM | NO_GATE),
+    (SHORT, SHARED),
+    (SHORT | {"conv_bias": True}, SHARED | {f"{n}.bias": (D,) for n, D in CONVOLUTIONS.items()}),
+    *(({"gate_fn": name}, OTHER_NORM) for name in ACTIVATIONS if name != "swish"),
+]
 
 
-PROJECTIONS = {"q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"}
-GATE = {"gk_proj.0.weight", "gk_proj.1.weight", "gk_proj.1.bias"}
+@pytest.mark.parametrize(("options", "changes"), NAMES, ids=str)
+def test_names_and_shapes(options, changes):
+    with torch.device("meta"):
+        layer = GatedLinearAttention(**options)
+    expected = {name: shape for name, shape in (SHAPES | changes).items() if shape is not None}
+    assert {name: tuple(t.shape) for name, t in layer.state_dict().items()} == expected
 
 
-@pytest.mark.parametrize(
-    ("fuse_norm", "use_output_gate", "norm"),
-    [
-        (True, True, "g_norm_swish_gate"),
-        (False, True, "g_norm"),
-        (True, False, "g_norm"),
-        (False, False, "g_norm"),
-    ],
-)
-@pytest.mark.parametrize("affine", [True, False])
-def test_state_dict_keys(fuse_norm, use_output_gate, norm, affine):
-    layer = GatedLinearAttention(
-        fuse_norm=fuse_norm, use_output_gate=use_output_gate, elementwise_affine=affine, **SMALL
-    )
-    expected = PROJECTIONS | GATE
-    expected |= {"g_proj.weight"} if use_output_gate else set()
-    expected |= {f"{norm}.weight"} if affine else set()
-    assert layer.state_dict().keys() == expected
+WRONG_OPTIONS = [
+    ({"mode": "chunky"}, "expected mode to be one of chunk, .*, got 'chunky'"),
+    ({"num_heads": 0}, "expected num_heads to be at least 1, got 0"),
+    ({"num_kv_heads": 2}, "expected num_kv_heads to divide num_heads = 3, got 2"),
+    ({"conv_size": 0}, "expected conv_size to be at least 1, got 0"),
+    ({"feature_map": "tanh"}, "expected feature_map to be one of relu, .*, got 'tanh'"),
+    ({"gate_fn": "powlu"}, "expected gate_fn to be one of relu, .*, got 'powlu'"),
+    ({"hidden_size": 25}, r"hidden_size \* expand_k .* num_heads = 3, got 25 \* 0.5 = 12.5"),
+    ({"num_heads": 5}, r"hidden_size \* expand_k .* num_heads = 5, got 24 \* 0.5 = 12"),
+    ({"expand_v": 0.3}, r"hidden_size \* expand_v .* got 24 \* 0.3 = 7.2"),
+    ({"expand_v": 0.0}, r"hidden_size \* expand_v .* got 24 \* 0.0 = 0"),
+    ({"expand_k": float("inf")}, r"hidden_size \* expand_k .* got 24 \* inf = inf"),
+    ({"gate_logit_normalizer": 0}, "expected gate_logit_normalizer to be above 0, got 0"),
+    ({"gate_logit_normalizer": -16}, "expected gate_logit_normalizer to be above 0, got -16"),
+    ({"clamp_min": 0.1}, "expected clamp_min, a bound of the log gate, to be at most 0, got 0.1"),
+    ({"gate_low_rank_dim": 0}, "expected gate_low_rank_dim to be at least 1, got 0"),
+]
 
 
-def test_state_dict_shapes_of_the_default_layer():
-    shapes = {n: tuple(x.shape) for n, x in GatedLinearAttention().state_dict().items()}
-    assert shapes == {
-        "q_proj.weight": (512, 1024),
-        "k_proj.weight": (512, 1024),
-        "v_proj.weight": (1024, 1024),
-        "g_proj.weight": (1024, 1024),
-        "gk_proj.0.weight": (16, 1024),
-        "gk_proj.1.weight": (512, 16),
-        "gk_proj.1.bias": (512,),
-        "o_proj.weight": (1024, 1024),
-        "g_norm_swish_gate.weight": (256,),
-    }
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_state_dict_of_shared_heads_with_convolutions(bias):
-    layer = GatedLinearAttention(num_kv_heads=2, use_short_conv=True, conv_bias=bias, conv_size=3)
-    shapes = {n: tuple(x.shape) for n, x in layer.state_dict().items()}
-    channels = {"q_conv1d": 512, "k_conv1d": 256, "v_conv1d": 512}
-    assert shapes == {
-        "q_proj.weight": (512, 1024),
-        "k_proj.weight": (256, 1024),
-        "v_proj.weight": (512, 1024),
-        "g_proj.weight": (1024, 1024),
-        **{f"{name}.weight": (D, 1, 3) for name, D in channels.items()},
-        **({f"{name}.bias": (D,) for name, D in channels.items()} if bias else {}),
-        "gk_proj.0.weight": (16, 1024),
-        "gk_proj.1.weight": (256, 16),
-        "gk_proj.1.bias": (256,),
-        "o_proj.weight": (1024, 1024),
-        "g_norm_swish_gate.weight": (256,),
-    }
-
-
-@pytest.mark.parametrize("gate_fn", [name for name in ACTIVATIONS if name != "swish"])
-def test_norm_has_its_own_name_beside_any_gate_but_swish(gate_fn):
-    keys = GatedLinearAttention(gate_fn=gate_fn, **SMALL).state_dict().keys()
-    assert keys == PROJECTIONS | GATE | {"g_proj.weight", "g_norm.weight"}
-
-
-@pytest.mark.parametrize("norm", [RMSNorm(10), GatedRMSNorm(10)])
-def test_norms_round_once(norm):
-    torch.nn.init.normal_(norm.weight)
-    x, gate = torch.randn(2, 7, 10).bfloat16()
-    gates = [gate] if isinstance(norm, GatedRMSNorm) else []
-    exact = norm.double()(x.double(), *(gate.double() for gate in gates))
-    wide = norm.float()(x.float(), *(gate.float() for gate in gates))
-    assert_close(wide, exact, 1e-6)
-    assert torch.equal(norm(x, *gates), wide.to(torch.bfloat16))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("norm", [RMSNorm(256), GatedRMSNorm(256)])
-def test_norms_stay_fp32_under_autocast(norm, dtype):
-    inputs = (20 * torch.randn(7, 256), torch.randn(7, 256))[: 1 + isinstance(norm, GatedRMSNorm)]
-    expected = norm(*inputs)
-    with torch.autocast("cpu", dtype):
-        assert torch.equal(norm(*inputs), expected)
+@pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        GatedLinearAttention(**(SMALL | options))
 
 
 @pytest.mark.parametrize("name", ["feature_map", "gate_fn"])
 def test_an_activation_that_needs_more_than_its_input(name):
     with pytest.raises(NotImplementedError, match=f"{name} = 'bias_gelu' is not implemented"):
         GatedLinearAttention(**(SMALL | {name: "bias_gelu"}))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "chunky"}, "expected mode to be one of chunk, .*, got 'chunky'"),
-        ({"num_heads": 0}, "expected num_heads to be at least 1, got 0"),
-        ({"num_kv_heads": 2}, "expected num_kv_heads to divide num_heads = 3, got 2"),
-        ({"conv_size": 0}, "expected conv_size to be at least 1, got 0"),
-        ({"feature_map": "tanh"}, "expected feature_map to be one of relu, .*, got 'tanh'"),
-        ({"gate_fn": "powlu"}, "expected gate_fn to be one of relu, .*, got 'powlu'"),
-        ({"hidden_size": 25}, r"hidden_size \* expand_k .* num_heads = 3, got 25 \* 0.5 = 12.5"),
-        ({"num_heads": 5}, r"hidden_size \* expand_k .* num_heads = 5, got 24 \* 0.5 = 12"),
-        ({"expand_v": 0.3}, r"hidden_size \* expand_v .* got 24 \* 0.3 = 7.2"),
-        ({"expand_v": 0.0}, r"hidden_size \* expand_v .* got 24 \* 0.0 = 0"),
-    ],
-)
-def test_wrong_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        GatedLinearAttention(**(SMALL | options))
 
 
 @pytest.mark.parametrize(
@@ -230,15 +168,14 @@ def test_wrong_inputs(shape, mask, message):
         make_layer()(torch.zeros(shape, dtype=torch.float64), mask)
 
 
-def test_inputs_that_are_no_tensors():
-    layer, x = make_layer(), torch.zeros(1, 5, 24, dtype=torch.float64)
-    with pytest.raises(TypeError, match="expected attention_mask to be a tensor, got <class 'list"):
-        layer(x, [[1] * 5])
-    with pytest.raises(TypeError, match="expected cu_seqlens to be a tensor, got <class 'list'>"):
-        layer(x, cu_seqlens=[0, 5])
+def test_parts_of_heads_and_nested_tensors():
+    layer, x = make_layer(), make_x(T=5)
     nested = torch.nested.nested_tensor([x[0], x[0][:3]], layout=torch.jagged)
     with pytest.raises(NotImplementedError, match="nested tensors are not supported, pack the seq"):
         layer(nested)
+    layer.q_proj.weight = torch.nn.Parameter(layer.q_proj.weight[:6].detach())
+    with pytest.raises(ValueError, match="multiple of the head's, 4, got 6: shards hold whole"):
+        layer(x)
 
 
 def test_imports_no_other_framework():

@@ -85,23 +85,6 @@ def test_numbers_of_numpy_are_options():
     assert GLAConfig.from_dict(config.to_dict()) == config
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gate_logit_normalizer": 0}, "expected gate_logit_normalizer to be above 0, got 0"),
-        ({"gate_logit_normalizer": -16}, "expected gate_logit_normalizer to be above 0, got -16"),
-        ({"clamp_min": 0.1}, "expected clamp_min, a bound of the log gate, to be at most 0, got "
-         "0.1"),
-        ({"gate_low_rank_dim": 0}, "expected gate_low_rank_dim to be at least 1, got 0"),
-        ({"expand_k": float("inf")}, "expected hidden_size * expand_k to be a positive multiple of "
-         "num_heads = 2, got 24 * inf = inf"),
-    ],
-)  # fmt: skip
-def test_options_out_of_range(options, message):
-    with raises(ValueError, f"GatedLinearAttention: {message}"):
-        GatedLinearAttention(**SIZES | options)
-
-
 def test_silu_is_swish():
     """But for the norm's name, which FLA gives by the word 'swish'."""
     swish, silu = make_model(), make_model(hidden_act="silu")

@@ -1,77 +1,26 @@
-"""The layer's norm and output map: what training keeps, and what the modules may be.
+"""The layer's norm and output map: in training backward makes the norm again."""
 
-Equal bits (see common.py): the same calls, made again by a checkpoint.
-"""
+import io
 
 import pytest
 import torch
 from common import assert_close
+from dispatch import Calls
 from models import make_layer, make_x
-from norm_inputs import MadeAgain
-from swiglu_inputs import kept
+from modules import made_again
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+
+from gla_ext.model import GLABlock, GLAConfig
 
 
-def gradients(layer, x, call=None):
+def gradients(layer, x, call):
     """The output and its gradients, and whether backward has made the norm again."""
     leaves = [x.requires_grad_(), *(p for p in layer.parameters() if p.requires_grad)]
     leaves = [t for t in leaves if t.layout == torch.strided]
-    with MadeAgain() as made:
-        y = layer(x)[0] if call is None else call(x)
+    with Calls() as calls:
+        y = call(x)
         found = torch.autograd.grad(y.float().sin().sum(), leaves)
-    return [y, *found], any(made.again)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_training_gives_what_evaluation_does(device, dtype):
-    """In evaluation mode the norm and o_proj are called one after the other."""
-    layer, x = make_layer(dtype).to(device), make_x(dtype=dtype).to(device)
-    trained, again = gradients(layer, x)
-    assert again == (device == "cpu" or dtype != torch.float64)
-    expected, again = gradients(layer.eval(), x)
-    assert not again
-    for got, wanted in zip(trained, expected, strict=True):
-        assert_close(got, wanted, {torch.float64: 1e-13, torch.float32: 1e-5}.get(dtype, 0.03))
-
-
-def test_training_keeps_one_tensor_less():
-    layer, x = make_layer(torch.float32), make_x(dtype=torch.float32)
-    width = layer.value_dim
-
-    def wide():
-        _, saved = kept(lambda: layer(x)[0])
-        return sum(t.numel() == x.shape[0] * x.shape[1] * width for t in saved.values())
-
-    in_training = wide()
-    layer.eval()
-    assert in_training == wide() - 1
-
-
-@pytest.mark.parametrize("options", [{"elementwise_affine": False}, {"gate_fn": "sigmoid"}, {}])
-def test_options(options):
-    layer, x = make_layer(torch.float64, **options), make_x()
-    trained, again = gradients(layer, x)
-    assert again
-    for got, wanted in zip(trained, gradients(layer.eval(), x)[0], strict=True):
-        assert_close(got, wanted, 1e-13)
-
-
-@pytest.mark.parametrize("options", [{"fuse_norm": False}, {"use_output_gate": False}])
-def test_options_without_a_gate_in_the_norm(options):
-    assert not gradients(make_layer(torch.float64, **options), make_x())[1]
-
-
-def a_bias(layer):
-    layer.o_proj.bias = nn.Parameter(torch.ones(24, dtype=torch.float64))
-
-
-def another_map(layer):
-    layer.o_proj = nn.Sequential(layer.o_proj, nn.Identity())
-
-
-def a_sparse_map(layer):
-    layer.o_proj.weight = nn.Parameter(2 * layer.o_proj.weight.detach().to_sparse_csr())
+    return [y, *found], any(made_again(calls))
 
 
 def a_hook_of_the_map(layer):
@@ -82,87 +31,77 @@ def a_hook_of_the_norm(layer):
     layer.norm.register_forward_hook(lambda module, args, y: 2 * y)
 
 
-def another_norm(layer):
-    layer.norm.forward = lambda o, gate: o * gate * layer.norm.weight
+def a_sparse_map(layer):
+    weight = layer.o_proj.weight.detach().to_sparse_csr()
+    layer.o_proj.weight = nn.Parameter(weight, requires_grad=False)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [a_bias, another_map, a_sparse_map, a_hook_of_the_map, a_hook_of_the_norm, another_norm],
-)
-def test_modules_that_are_not_as_they_were_made_are_called(change):
-    layer, x = make_layer(torch.float64), make_x()
-    before = layer(x)[0]
-    change(layer)
-    trained, again = gradients(layer, x)
-    assert not again
-    assert change is another_map or not torch.allclose(trained[0], before)
-    for got, wanted in zip(trained, gradients(layer.eval(), x)[0], strict=True):
-        assert_close(got, wanted, 1e-13)
+def a_bias(layer):
+    layer.o_proj.bias = nn.Parameter(torch.ones(24, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
-def test_autocast(device, weights):
-    """The weight of the map is cast; the gradients come in the weights' dtype."""
-    layer, x = make_layer(weights).to(device), make_x(dtype=torch.float32).to(device)
+# dtype, what autocast casts to, options of the layer and what is changed; whether it is made again.
+CASES = {
+    "fp64": (torch.float64, None, {}, None, True),
+    "fp32": (torch.float32, None, {}, None, True),
+    "bf16": (torch.bfloat16, None, {}, None, True),
+    "no weight": (torch.float64, None, {"elementwise_affine": False}, None, True),
+    "sigmoid": (torch.float64, None, {"gate_fn": "sigmoid"}, None, True),
+    "unfused": (torch.float64, None, {"fuse_norm": False}, None, False),
+    "no gate": (torch.float64, None, {"use_output_gate": False}, None, False),
+    "autocast": (torch.float32, torch.bfloat16, {}, None, True),
+    "autocast of bf16": (torch.bfloat16, torch.bfloat16, {}, None, True),
+    # tests/layers/test_plain_modules.py has what else a module may be.
+    "a hook of the map": (torch.float64, None, {}, a_hook_of_the_map, False),
+    "a hook of the norm": (torch.float64, None, {}, a_hook_of_the_norm, False),
+    "a sparse map": (torch.float64, None, {}, a_sparse_map, False),
+    "a bias": (torch.float64, None, {}, a_bias, False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("dtype, autocast, options, change, again", CASES.values(), ids=list(CASES))
+def test_training_gives_what_evaluation_does(device, dtype, autocast, options, change, again):
+    """In evaluation mode the norm and o_proj are called one after the other."""
+    layer = make_layer(dtype, **options).to(device)
+    x = make_x(dtype=dtype if autocast is None else torch.float32).to(device)
 
     def call(x):
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, autocast, enabled=autocast is not None):
             return layer(x)[0]
 
-    trained, again = gradients(layer, x, call)
-    assert again
-    expected, _ = gradients(layer.eval(), x, call)
+    before = call(x)
+    if change is not None:
+        change(layer)
+        assert change is a_sparse_map or not torch.allclose(call(x), before)
+    trained, made = gradients(layer, x, call)
+    assert made == again
+    layer.eval()
+    expected, made = gradients(layer, x, call)
+    assert not made
+    bound = {torch.float64: 1e-13, torch.float32: 1e-5}.get(dtype if not autocast else None, 0.03)
     for got, wanted in zip(trained, expected, strict=True):
         assert got.dtype == wanted.dtype
-        assert_close(got, wanted, 0.03)
+        assert_close(got, wanted, bound)
 
 
-def test_checkpointing():
-    layer, x = make_layer(torch.float64), make_x()
-    expected, _ = gradients(layer, x)
-    found, again = gradients(
-        layer, x, lambda x: checkpoint(lambda x: layer(x)[0], x, use_reentrant=False)
-    )
-    assert again
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_a_frozen_map():
-    layer, x = make_layer(torch.float64), make_x()
-    layer.o_proj.weight.requires_grad_(False)
-    trained, again = gradients(layer, x)
-    assert not again  # nothing asks for it
-    for got, wanted in zip(trained, gradients(layer.eval(), x)[0], strict=True):
-        assert_close(got, wanted, 1e-13)
-
-
-class OutputAlone(nn.Module):
-    def __init__(self, layer):
+class Output(nn.Module):
+    def __init__(self, block):
         super().__init__()
-        self.layer = layer
+        self.block = block
 
     def forward(self, x):
-        return self.layer(x)[0]
+        return self.block(x)[0]
 
 
-def test_a_traced_layer():
-    layer, x = OutputAlone(make_layer(torch.float32)), make_x(dtype=torch.float32)
-    traced = torch.jit.trace(layer, x)  # which checks the trace without gradients
-    assert "gla_ext::norm_gate_linear" in str(traced.inlined_graph)
-    assert_close(traced(x), layer(x), 1e-6)
-
-
-@pytest.mark.parametrize("of", ["cpu", "meta"])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_compiled_whole(of, autocast):
-    layer, x = make_layer(torch.float32).to(of), make_x(dtype=torch.float32).to(of)
-
-    def call(x):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return layer(x)[0]
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(x)
-    assert compiled.shape == x.shape
-    if of == "cpu":
-        assert_close(compiled, call(x), 0.02 if autocast else 1e-5)
+def test_a_traced_block():
+    """Keeps the operators, of the layer and of its MLP, where it is stored and loaded."""
+    config = GLAConfig(hidden_size=24, num_heads=2, intermediate_size=16)
+    block, x, file = Output(GLABlock(config, 0)), make_x(dtype=torch.float32), io.BytesIO()
+    torch.jit.save(torch.jit.trace(block, x), file)  # which checks the trace without gradients
+    file.seek(0)
+    traced = torch.jit.load(file)
+    graph = str(traced.inlined_graph)
+    for operator in ("norm_gate_linear", "swiglu_linear"):
+        assert f"gla_ext::{operator}" in graph
+    assert_close(traced(x), block(x), 1e-6)

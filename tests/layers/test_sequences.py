@@ -9,12 +9,12 @@ import itertools
 import pytest
 import torch
 from common import assert_close
+from dispatch import Calls
 from models import EVERY, composed, composed_with, make_layer, make_x
 from torch.utils.checkpoint import checkpoint
 
 from gla_ext import batch_invariant
 from gla_ext.cache import GLACache
-from gla_ext.layers import gated_linear_attention as layers
 
 MASKS = {
     "left": [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1]],
@@ -33,8 +33,10 @@ def stretched(rows, to=70, dtype=torch.long):
     return torch.tensor(rows, dtype=dtype).repeat_interleave(to // 5, 1)
 
 
-@pytest.mark.parametrize("rows", MASKS.values(), ids=MASKS.keys())
-@pytest.mark.parametrize("dtype", [torch.long, torch.bool])
+ROWS = [(rows, torch.long) for rows in MASKS.values()] + [(MASKS["holes"], torch.bool)]
+
+
+@pytest.mark.parametrize(("rows", "dtype"), ROWS, ids=str)
 @with_options
 def test_mask_skips_padding(rows, dtype, options):
     layer, x, mask = make_layer(layer_idx=0, **options), make_x(), stretched(rows, dtype=dtype)
@@ -46,6 +48,10 @@ def test_mask_skips_padding(rows, dtype, options):
         assert_close(y[b : b + 1, valid[b]], expected, 1e-12)
         assert_close(cache[0]["recurrent_state"][b : b + 1], state.mT, 1e-12)
     assert cache.get_seq_length() == 70
+    longer = torch.cat([torch.zeros(2, 9, dtype=dtype), mask], 1)  # whose last columns count
+    assert torch.equal(layer(x, longer)[0], layer(x, mask)[0])
+    if not valid.any():
+        assert layer(x[:0], mask[:0])[0].shape == layer(x[:0])[0].shape == (0, 70, 24)
 
 
 @with_options
@@ -65,12 +71,6 @@ def test_mask_gradients_ignore_nan_in_padding(options):
     assert (results[1][1][~valid] == 0).all()
 
 
-def test_mask_counts_its_last_columns():
-    layer, x = make_layer(), make_x(T=30)
-    mask = torch.cat([torch.zeros(2, 9), stretched(MASKS["left"], 30)], 1)
-    assert torch.equal(layer(x, mask)[0], layer(x, mask[:, 9:])[0])
-
-
 @with_options
 def test_mask_with_cached_states(options):
     layer, x = make_layer(layer_idx=0, **options), make_x()
@@ -82,12 +82,6 @@ def test_mask_with_cached_states(options):
     assert (y[0] == 0).all()
     assert torch.equal(cache[0]["recurrent_state"][0], before[0])
     assert_close(y[1:], composed_with(options, layer, x)[0][1:, 30:], 1e-12)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_empty_batch(masked):
-    mask = torch.ones(0, 7) if masked else None
-    assert make_layer()(make_x(B=0, T=7), mask)[0].shape == (0, 7, 24)
 
 
 @with_options
@@ -116,12 +110,6 @@ def test_cached_segments_equal_the_whole(cuts, options):
     assert_close(torch.cat(pieces, 1), expected, 1e-12)
     assert_close(cache[1]["recurrent_state"], state.mT, 1e-12)  # v-first
     assert (len(cache), cache.get_seq_length(1), cache.get_seq_length(0)) == (2, 70, 0)
-
-
-def test_cached_state_is_fp32_below_fp64():
-    layer = make_layer(torch.bfloat16, layer_idx=0)
-    cache = layer(make_x(dtype=torch.bfloat16), None, GLACache(), use_cache=True)[2]
-    assert cache[0]["recurrent_state"].dtype == torch.float32
 
 
 @with_options
@@ -187,41 +175,33 @@ def test_cache_needs_layer_idx():
         make_layer()(make_x(), past_key_values=GLACache())
 
 
-@pytest.fixture
-def operators(monkeypatch):
-    """The names of the operators that a layer calls."""
-    calls = []
-    for name in ("chunk_gla", "fused_recurrent_gla"):
-        operator = getattr(layers, name)
-
-        def record(*args, name=name, operator=operator, **kwargs):
-            calls.append(name)
-            return operator(*args, **kwargs)
-
-        monkeypatch.setattr(layers, name, record)
-    return calls
+def recurrences(calls):
+    return [name for name in calls.names() if name.startswith(("chunk_gla", "recurrent_gla"))]
 
 
 @with_options
-def test_decoding_takes_the_recurrence(operators, options):
+def test_decoding_takes_the_recurrence(options):
     layer, x, cache = make_layer(layer_idx=0, **options).eval(), make_x(T=40), GLACache()
-    with torch.no_grad():
+    with torch.no_grad(), Calls() as calls:
         pieces = [
             layer(piece, past_key_values=cache, use_cache=True)[0]
             for piece in x.split([20, 1, 1, 16, 2], 1)
         ]
-        expected, _ = composed_with(options, layer, x)
-        assert_close(torch.cat(pieces, 1), expected, 1e-12)
-    assert operators == ["chunk_gla", *["fused_recurrent_gla"] * 2, *["chunk_gla"] * 2]
-    operators.clear()
-    layer(x[:, :1], past_key_values=cache)
-    with torch.no_grad(), batch_invariant():
+    assert_close(torch.cat(pieces, 1), composed_with(options, layer, x)[0], 1e-12)
+    assert recurrences(calls) == [
+        "chunk_gla_fwd",
+        *["recurrent_gla_fwd"] * 2,
+        *["chunk_gla_fwd"] * 2,
+    ]
+    with Calls() as calls:
         layer(x[:, :1], past_key_values=cache)
-    assert operators == ["chunk_gla"] * 2
+        with torch.no_grad(), batch_invariant():
+            layer(x[:, :1], past_key_values=cache)
+    assert recurrences(calls) == ["chunk_gla_fwd"] * 2
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_training_recomputes_what_it_computed(operators, use_reentrant):
+def test_training_recomputes_what_it_computed(use_reentrant):
     """Reentrant checkpointing runs forward without a gradient, then again with one."""
     layer, x = make_layer(layer_idx=0), make_x(T=1).requires_grad_()
     cache = layer(make_x(seed=2), None, GLACache(), use_cache=True)[2]
@@ -233,12 +213,13 @@ def test_training_recomputes_what_it_computed(operators, use_reentrant):
     leaves = [x, *layer.parameters()]
     y = segment(x)
     expected = torch.autograd.grad(y.square().sum(), leaves)
-    recomputed = checkpoint(segment, x, use_reentrant=use_reentrant)
-    assert torch.equal(recomputed, y)
-    recomputed.square().sum().backward()
+    with Calls() as calls:
+        recomputed = checkpoint(segment, x, use_reentrant=use_reentrant)
+        assert torch.equal(recomputed, y)
+        recomputed.square().sum().backward()
     for leaf, gradient in zip(leaves, expected, strict=True):
         assert torch.equal(leaf.grad, gradient)
-    assert set(operators) == {"chunk_gla"}
+    assert recurrences(calls) == ["chunk_gla_fwd"] * 2 + ["chunk_gla_bwd"]
 
 
 @torch.no_grad()
@@ -266,9 +247,3 @@ def test_batch_invariant_bits_of_one_token():
                 assert torch.equal(y[row], alone[0])
                 assert torch.equal(state[row], alone_state[0])
     assert (masked[1] == 0).all() and torch.equal(masked_states[1], states[1])
-
-
-def test_mode_of_the_recurrence(operators):
-    layer, x = make_layer(mode="fused_recurrent"), make_x(T=70)
-    assert_close(layer(x)[0], composed(layer, x)[0], 1e-12)
-    assert operators == ["fused_recurrent_gla"]

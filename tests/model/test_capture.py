@@ -7,11 +7,9 @@ import threading
 import weakref
 
 import pytest
-import torch
 from capturing import BROKEN, DRAWS, by_any_thread, captured, cycle, in_thread, nothing
 
 from gla_ext.decode import _capture
-from gla_ext.train.graph import GraphedUpdate
 
 
 def test_a_graph_dropped_beside_no_recording_is_destroyed_at_once(gpu):
@@ -173,19 +171,6 @@ def test_graphs_dropped_while_a_capture_becomes_known(gpu, monkeypatch, run):
     assert gpu.destroyed == 2 and not gpu.broken
 
 
-def test_a_training_step_forgets_its_graph_while_another_thread_records(gpu):
-    step = GraphedUpdate(lambda: torch.zeros(()), torch.device("cpu"))
-    step._graph = _capture.record(nothing)
-
-    def recorded():
-        in_thread(step.reset)
-        assert not step.recorded and gpu.destroyed == 0
-
-    with _capture.one_at_a_time:
-        _capture.record(recorded)
-    assert gpu.destroyed == 2
-
-
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_error_of_a_step_is_what_the_caller_sees(gpu, kind, broken):
@@ -260,9 +245,7 @@ gc.collect()
 """
 
 
-@pytest.mark.parametrize(
-    "more", ["", RECORDS, ELSEWHERE], ids=["alone", "a thread records", "a capture elsewhere"]
-)
+@pytest.mark.parametrize("more", ["", RECORDS + ELSEWHERE], ids=["alone", "captures under way"])
 def test_at_exit(more):
     """No graph is destroyed then, and nothing waits for a capture that is under way."""
     command = [sys.executable, "-c", AT_EXIT + more]

@@ -1,6 +1,7 @@
 """Folders of a model that `load_model` reads, and the sentences of those that it does not."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -83,12 +84,23 @@ def test_a_pickle_is_not_read(model, tmp_path, name):
         load_model(tmp_path)
 
 
-def test_a_pickle_is_converted_as_the_sentence_says(model, tmp_path):
-    transformers = pytest.importorskip("gla_ext.hf")
-    model.config.save(tmp_path / "config.json")
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    transformers.GLAForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path)
-    assert torch.equal(load_model(tmp_path).lm_head.weight, model.lm_head.weight)
+CHANGES = {
+    "to hold 'model.norm.weight'": lambda held: held.pop("model.norm.weight"),
+    "not to hold 'zzz'": lambda held: held.update(zzz=torch.ones(3)),
+    "model.norm.weight to have shape [16], got [7]": lambda held: held.update(
+        {"model.norm.weight": torch.ones(7)}
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", CHANGES)
+def test_wrong_tensors_are_named(model, tmp_path, sentence):
+    model.save_pretrained(tmp_path)
+    tensors, _ = read_tensors(tmp_path / "model.safetensors")
+    CHANGES[sentence](tensors)
+    write_tensors(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        load_model(tmp_path)
 
 
 def test_a_missing_shard(model, tmp_path):

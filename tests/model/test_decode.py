@@ -3,21 +3,21 @@
 Equal bits (see common.py): tokens; of states, own sums and the same products.
 """
 
+import contextlib
 import functools
 import gc
 
 import pytest
 import torch
+from changing import optimizer_step
 from common import assert_close
+from dispatch import Calls
 from models import make_ids, make_layer, make_model, make_x
-from torch.nn.functional import logsigmoid
 
-from gla_ext import chunk_gla, reference
 from gla_ext.cache import GLACache, StaticGLACache
-from gla_ext.decode import Decoder
+from gla_ext.decode import ChangedError, Decoder
 from gla_ext.ops import batch_invariant
-from gla_ext.ops.recurrent import recurrent_gla_step_
-from gla_ext.selftest import relative_error, tolerance
+from gla_ext.selftest import relative_error
 
 PROMPTS = [make_ids(B=1, T=T, seed=T)[0] for T in (5, 1, 70, 12)]
 
@@ -28,61 +28,23 @@ def drawn(decoder, steps, *prompts, **options) -> torch.Tensor:
     return torch.stack([first, *(decoder.step().clone() for _ in range(steps))], 1)
 
 
-def test_decoder_is_generate():
+MODES = {"": contextlib.nullcontext, "inference": torch.inference_mode, "fixed": batch_invariant}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_decoder_is_generate(mode):
+    """In a mode and out of it; batch invariant decoding copies into the buffers."""
     model = make_model(torch.float64)
-    tokens = drawn(Decoder(model, 4, temperature=0), 19, PROMPTS)
+    decoder = Decoder(model, 4, temperature=0)
+    with mode():
+        first = drawn(decoder, 9, PROMPTS)
+    with mode() if mode is batch_invariant else contextlib.nullcontext():
+        rest = [decoder.step().clone() for _ in range(10)]
     expected = model.generate(PROMPTS, 20, temperature=0)
-    for row, prompt, full in zip(tokens, PROMPTS, expected, strict=True):
+    for row, prompt, full in zip(
+        torch.cat([first, torch.stack(rest, 1)], 1), PROMPTS, expected, strict=True
+    ):
         assert torch.equal(row, full[len(prompt) :])
-
-
-def test_decoder_starts_again():
-    model, ids = make_model(torch.float64), make_ids(B=4, T=9)
-    decoder = Decoder(model, 4, temperature=0)
-    before = drawn(decoder, 10, PROMPTS)
-    drawn(decoder, 3, ids)
-    assert torch.equal(drawn(decoder, 10, PROMPTS), before)
-
-
-@pytest.mark.parametrize("rows", [[2], [3, 0], torch.tensor([1], dtype=torch.int32)])
-def test_new_sequences_in_some_rows(rows):
-    model = make_model(torch.float64)
-    alone = [drawn(Decoder(model, 1, temperature=0), 11, prompt[None])[0] for prompt in PROMPTS]
-    decoder = Decoder(model, 4, temperature=0)
-    before = drawn(decoder, 5, PROMPTS)
-    new = [PROMPTS[(row + 1) % 4] for row in rows]
-    first = decoder.prefill(new, rows=rows)
-    after = torch.stack([decoder.step().clone() for _ in range(5)], 1)
-    for n, row in enumerate(rows):
-        assert first[n] == alone[(row + 1) % 4][0]
-        assert torch.equal(after[row], alone[(row + 1) % 4][1:6])
-    for row in set(range(4)) - {int(row) for row in rows}:
-        assert torch.equal(torch.cat([before[row], after[row]]), alone[row][:11])
-
-
-def test_rows_that_are_done():
-    model = make_model(torch.float64)
-    greedy = drawn(Decoder(model, 4, temperature=0), 10, PROMPTS)
-    eos = greedy[0, 2].item()
-    decoder = Decoder(model, 4, temperature=0, eos_token_id=eos)
-    tokens = drawn(decoder, 10, PROMPTS)
-    is_over = (greedy == eos).cumsum(1) > 0
-    assert torch.equal(tokens, greedy.masked_fill(is_over, eos))
-    assert torch.equal(decoder.done, is_over[:, -1])
-    decoder.prefill([PROMPTS[1]], rows=[0])
-    assert decoder.done[0] == (decoder.tokens[0] == eos)
-
-
-def test_prefill_starts_from_nothing_and_keeps_its_buffers():
-    model = make_model(torch.float64)
-    decoder = Decoder(model, 4)
-    decoder.prefill(PROMPTS)
-    places = [x.data_ptr() for x in decoder._loop.cache.tensors()]
-    assert len(places) == 2  # layers
-    for _ in range(5):
-        decoder.step()
-    decoder.prefill(PROMPTS[::-1])
-    assert [x.data_ptr() for x in decoder._loop.cache.tensors()] == places
 
 
 @pytest.mark.parametrize(
@@ -105,24 +67,16 @@ def test_decoder_errors(attempt, message):
         attempt(decoder)
 
 
-def test_decoding_in_inference_mode_and_out_of_it():
-    model = make_model(torch.float64)
-    expected = drawn(Decoder(model, 4, temperature=0), 10, PROMPTS)
-    decoder = Decoder(model, 4, temperature=0)
-    with torch.inference_mode():
-        first = drawn(decoder, 4, PROMPTS)
-    rest = [decoder.step().clone() for _ in range(6)]
-    assert torch.equal(torch.cat([first, torch.stack(rest, 1)], 1), expected)
-
-
 HYBRID = {"attn": {"layers": [1], "num_heads": 2}}
 RECURRENT = {"use_short_conv": True, "attn_mode": "fused_recurrent"}
 
 
-@pytest.mark.parametrize("prompts", [[1, 1, 1, 1], [1, 70, 1, 12]], ids=str)
-@pytest.mark.parametrize("rows", [None, [3, 0, 2, 1], [2]], ids=str)
-@pytest.mark.parametrize("options", [{}, {"use_short_conv": True}, RECURRENT, HYBRID], ids=str)
-def test_rows_that_others_have_used(device, options, rows, prompts):
+USED = [({}, None), ({}, [3, 0, 2, 1]), ({"use_short_conv": True}, None), (RECURRENT, [2])]
+USED += [({"use_short_conv": True}, [2]), (RECURRENT, None), (HYBRID, None), (HYBRID, [3, 0, 2, 1])]
+
+
+@pytest.mark.parametrize(("options", "rows"), USED, ids=str)
+def test_rows_that_others_have_used(device, options, rows):
     """A sequence that starts in a used row finds nothing of its last owner; one token too."""
     model = make_model(torch.float32, **options).to(device)
     used, fresh = (Decoder(model, 4, temperature=0) for _ in range(2))
@@ -131,20 +85,16 @@ def test_rows_that_others_have_used(device, options, rows, prompts):
     for x in used._loop.cache.tensors():
         if x.is_floating_point():
             x.fill_(torch.nan)
-    given = [make_ids(1, T, seed=n)[0] for n, T in enumerate(prompts)][: len(rows or prompts)]
+    places = [x.data_ptr() for x in used._loop.cache.tensors()]
+    lengths = (1, 70, 1, 12) if rows is None else (1,) * len(rows)
+    given = [make_ids(1, T, seed=n)[0] for n, T in enumerate(lengths)]
     for decoder in (used, fresh):
         decoder.prefill(given, rows=rows, segment_tokens=64)
     chosen = slice(None) if rows is None else rows
     for _ in range(10):
         assert torch.equal(used.tokens[chosen], fresh.tokens[chosen])
         used.step(), fresh.step()
-
-
-def test_batch_invariant_decoding_copies_into_the_buffers():
-    model = make_model(torch.float64)
-    expected = drawn(Decoder(model, 4, temperature=0), 10, PROMPTS)
-    with batch_invariant():
-        assert torch.equal(drawn(Decoder(model, 4, temperature=0), 10, PROMPTS), expected)
+    assert [x.data_ptr() for x in used._loop.cache.tensors()] == places
 
 
 @pytest.mark.parametrize("what", ["step", "model"])
@@ -177,7 +127,7 @@ def test_memory_does_not_grow_with_tokens():
     decoder = Decoder(model, 4)
     drawn(decoder, 3, PROMPTS)
     before = tensor_bytes()
-    for _ in range(500):
+    for _ in range(100):
         decoder.step()
     assert tensor_bytes() == before
     config = model.config
@@ -187,61 +137,31 @@ def test_memory_does_not_grow_with_tokens():
 # Static cache and layer.
 
 
-@pytest.fixture
-def in_place_calls(monkeypatch):
-    """How often a layer moved a state on in place."""
-    calls = []
-
-    def spy(*args, **kwargs):
-        calls.append(kwargs["state"].data_ptr())
-        return recurrent_gla_step_(*args, **kwargs)
-
-    monkeypatch.setattr("gla_ext.layers.gated_linear_attention.recurrent_gla_step_", spy)
-    return calls
-
-
+@pytest.mark.parametrize("what", ["stored", "not stored", "masked"])
 @torch.no_grad()
-def test_a_layer_moves_the_state_on_in_place(in_place_calls):
+def test_a_layer_moves_a_static_state_on_in_place(what):
+    """Where it stores it, and no token is padding."""
     layer, x = make_layer(layer_idx=0).eval(), make_x(T=9)
-    cache = StaticGLACache(2)
-    with cache.prefill():
-        outputs = [layer(x[:, :5], past_key_values=cache, use_cache=True)[0]]
-    assert not in_place_calls
-    state = cache[0]["recurrent_state"]
-    outputs += [
-        layer(x[:, t : t + 1], past_key_values=cache, use_cache=True)[0] for t in range(5, 9)
-    ]
-    assert in_place_calls == [state.data_ptr()] * 4
-    assert cache[0]["recurrent_state"] is state
-    plain = GLACache()
-    assert_close(torch.cat(outputs, 1), layer(x, past_key_values=plain, use_cache=True)[0], 1e-12)
-    assert_close(state, plain[0]["recurrent_state"], 1e-12)
-
-
-@torch.no_grad()
-def test_a_layer_that_stores_nothing_leaves_the_state(in_place_calls):
-    layer, x = make_layer(layer_idx=0).eval(), make_x(T=3)
-    cache = StaticGLACache(2)
-    with cache.prefill():
-        layer(x, past_key_values=cache, use_cache=True)
-    before = cache[0]["recurrent_state"].clone()
-    layer(x[:, :1], past_key_values=cache, use_cache=False)
-    assert not in_place_calls
-    assert torch.equal(cache[0]["recurrent_state"], before)
-
-
-@torch.no_grad()
-def test_masked_tokens_leave_a_static_state(in_place_calls):
-    layer, x = make_layer(layer_idx=0).eval(), make_x(T=4)
     cache, plain = StaticGLACache(2), GLACache()
-    with cache.prefill():
-        layer(x[:, :3], past_key_values=cache, use_cache=True)
-    layer(x[:, :3], past_key_values=plain, use_cache=True)
-    mask = torch.tensor([[1], [0]])
-    for one in (cache, plain):
-        layer(x[:, 3:], attention_mask=mask, past_key_values=one, use_cache=True)
-    assert not in_place_calls
-    assert torch.equal(cache[0]["recurrent_state"], plain[0]["recurrent_state"])
+    with cache.prefill(), Calls() as calls:
+        layer(x[:, :5], past_key_values=cache, use_cache=True)
+    assert not calls.count("recurrent_gla_step_")
+    layer(x[:, :5], past_key_values=plain, use_cache=True)
+    state, options = cache[0]["recurrent_state"], {"use_cache": what != "not stored"}
+    if what == "masked":
+        options["attention_mask"] = torch.tensor([[1], [0]])
+    with Calls() as calls:
+        found = [layer(t, past_key_values=cache, **options)[0] for t in x[:, 5:].split(1, 1)]
+    in_place = [
+        any(t.data_ptr() == state.data_ptr() for t in args if isinstance(t, torch.Tensor))
+        for args in calls.arguments("recurrent_gla_step_")
+    ]
+    assert in_place == [True] * (4 if what == "stored" else 0)
+    assert cache[0]["recurrent_state"] is state
+    expected = [layer(t, past_key_values=plain, **options)[0] for t in x[:, 5:].split(1, 1)]
+    for got, wanted in zip(found, expected, strict=True):
+        assert_close(got, wanted, 1e-12)
+    assert_close(state, plain[0]["recurrent_state"], 1e-12)
 
 
 def entry(N, fill, conv=3) -> dict:
@@ -293,35 +213,6 @@ def test_static_cache_errors():
 # Decoding token by token is the chunked forward.
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("T", [65, 200])
-def test_decoding_is_the_chunked_forward(device, T, dtype):
-    """Each of the two is within the accuracy table, so that states and outputs of one can go on in
-    the other.
-    """
-    generator, prompt = torch.Generator().manual_seed(0), 60
-    q, k, v, g = (
-        torch.randn(2, T, 2, D, generator=generator, dtype=torch.float64).to(device, dtype)
-        for D in (64, 64, 128, 64)
-    )
-    g = logsigmoid(g.double()).to(dtype) / 4
-    names = ("o", "final_state")
-    exact = reference.recurrence(*(x.double() for x in (q, k, v, g)))[:2]
-    chunked = chunk_gla(q, k, v, g, output_final_state=True, state_v_first=True)
-    start = [x[:, :prompt] for x in (q, k, v, g)]
-    o, state = chunk_gla(*start, output_final_state=True, state_v_first=True)
-    pieces = [o]
-    for t in range(prompt, T):
-        token = [x[:, t : t + 1] for x in (q, k, v, g)]
-        pieces.append(recurrent_gla_step_(*token, state=state, state_v_first=True))
-    decoded = torch.cat(pieces, 1), state
-    for name, a, b, c in zip(names, decoded, chunked, exact, strict=True):
-        expected = c if name == "o" else c.transpose(-1, -2)
-        assert relative_error(a, expected) < tolerance(name, dtype)
-        assert relative_error(b, expected) < tolerance(name, dtype)
-        assert relative_error(a, b) < tolerance(name, dtype) * (2 if dtype == torch.bfloat16 else 1)
-
-
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 3e-6), (torch.bfloat16, 0.02)]
 )
@@ -365,10 +256,7 @@ def test_prompts_pass_on_the_buffers(rows, keep, monkeypatch):
     own = range(3) if rows is None else rows
     plain = GLACache()
     if keep:
-        conv_state = cache.states[0]["conv_state"]
-        if conv_state is not None:
-            conv_state = tuple(c[list(own)].clone() for c in conv_state)
-        plain.update(recurrent_state=before[list(own)], conv_state=conv_state)
+        plain.update(recurrent_state=before[list(own)])
     named = None if rows is None else torch.tensor(rows)
     with torch.no_grad():
         expected = layer(x[: len(own), 20:], past_key_values=plain, use_cache=True)[0]
@@ -380,3 +268,50 @@ def test_prompts_pass_on_the_buffers(rows, keep, monkeypatch):
     assert torch.equal(buffer[list(own)], plain[0]["recurrent_state"])
     others = [row for row in range(3) if row not in own]
     assert torch.equal(buffer[others], before[others])
+
+
+# A decoder whose model changes; its graphs are in test_kept_graphs.py.
+
+
+def test_a_decoder_whose_model_changed():
+    """Prompts are refused until `refresh`; after it no row has had one."""
+    model = make_model(torch.float64)
+    optimizer_step(model)
+    decoder = Decoder(model, 4, temperature=0)
+    optimizer_step(model)  # before the first prompt there is no state of the model
+    before = drawn(decoder, 9, PROMPTS)
+    optimizer_step(model)
+    for options in ({}, {"rows": [0, 1, 2, 3]}, {"keep": True}):
+        with pytest.raises(ChangedError, match=r"Decoder: .* got model\.embeddings\.weight wri"):
+            decoder.prefill(PROMPTS, **options)
+    decoder.refresh()
+    with pytest.raises(ValueError, match="prefill before step, got no prompt yet"):
+        decoder.step()
+    with pytest.raises(ValueError, match=r"have had a prompt with keep = True, got \[0, 1, 2, 3\]"):
+        decoder.prefill(PROMPTS, keep=True)
+    now = drawn(decoder, 9, PROMPTS)
+    assert torch.equal(now, drawn(Decoder(model, 4, temperature=0), 9, PROMPTS))
+    assert not torch.equal(now, before)
+    model.config.vocab_size -= 1
+    with pytest.raises(ValueError, match="Decoder: expected a model on cpu in torch"):
+        decoder.refresh()
+    with pytest.raises(ValueError, match="prefill before step, got no prompt yet"):
+        decoder.step()
+
+
+def test_rows_that_go_on_with_the_model_now():
+    model = make_model(torch.float64)
+    decoder = Decoder(model, 1, temperature=0)
+    tokens = drawn(decoder, 3, PROMPTS[:1])[0].tolist()
+    cache = GLACache()
+    with torch.no_grad():
+        before = torch.cat([PROMPTS[0], torch.tensor(tokens[:-1])])
+        model(before[None], past_key_values=cache, use_cache=True)
+    optimizer_step(model)
+    decoder.refresh(keep_running=True)
+    with torch.no_grad():
+        for _ in range(5):
+            last = torch.tensor([tokens[-1:]])
+            logits = model(last, past_key_values=cache, use_cache=True).logits
+            tokens.append(int(logits[0, -1].argmax()))
+    assert [int(decoder.step()) for _ in range(5)] == tokens[4:]

@@ -79,8 +79,7 @@ def test_prompts_are_packed_without_padding(spied_model):
 
 
 @with_options
-@pytest.mark.parametrize("mode", ["chunk", "fused_recurrent"])
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("mode", "training"), [("chunk", True), ("fused_recurrent", False)])
 def test_prompts_of_any_lengths_are_each_as_alone(training, mode, options):
     model = make_model(torch.float64, **options | {"attn_mode": mode}).train(training)
     alone = [model.generate(prompt[None], 20, temperature=0)[0] for prompt in PROMPTS]
@@ -124,13 +123,6 @@ def test_generate_nothing():
     assert list(model.generate_stream(ids, 0)) == []
 
 
-@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
-def test_greedy_by_other_names(options):
-    model, ids = make_model(torch.float64), make_ids(T=5)
-    greedy = model.generate(ids, 10, temperature=0)
-    assert torch.equal(model.generate(ids, 10, **options), greedy)
-
-
 def test_generate_follows_its_generator():
     model, ids = make_model(), make_ids(T=5)
     draws = [
@@ -141,7 +133,7 @@ def test_generate_follows_its_generator():
 
 
 def test_generate_draws_from_the_models_distribution():
-    model, n = make_model(torch.float64), 4000
+    model, n = make_model(torch.float64), 2000
     prompt = make_ids(B=1, T=4)
     p = model(prompt).logits[0, -1].softmax(-1)
     generator = torch.Generator().manual_seed(0)
@@ -156,42 +148,45 @@ def test_generate_draws_from_the_models_distribution():
     assert ((counts - m * after) ** 2 / (m * after)).sum() < 59.7
 
 
-def eos_of_row_0(model, ids) -> tuple[torch.Tensor, int]:
-    """What is drawn without an eos, and a token that ends row 0 at its fifth."""
-    greedy = model.generate(ids, 20, temperature=0)[:, ids.shape[1] :]
-    return greedy, greedy[0, 4].item()
-
-
 def until(row: list[int], eos: int) -> list[int]:
     return row[: row.index(eos) + 1] if eos in row else row
 
 
-@pytest.mark.parametrize("in_row_0_alone", [False, True])
-def test_generate_stops_at_eos(in_row_0_alone):
+@pytest.mark.parametrize("kind", [int, list, tuple, torch.tensor], ids=lambda kind: kind.__name__)
+def test_generate_stops_at_end_tokens(kind):
+    """One that ends row 0 at its fifth token, or two of which another row draws the second."""
     model, ids = make_model(torch.float64), make_ids(B=3, T=6)
-    greedy, eos = eos_of_row_0(model, ids)
-    if in_row_0_alone:
-        eos = next(x for x in greedy[0].tolist() if not (greedy[1:] == x).any())
-    wanted = [until(row, eos) for row in greedy.tolist()]
+    greedy = model.generate(ids, 20, temperature=0)[:, 6:].tolist()
+    ends = [next(x for x in greedy[0] if not any(x in row for row in greedy[1:]))]
+    if kind is not int:
+        ends.append(next(x for x in greedy[1] if x not in (ends[0], *greedy[0][:5])))
+    options = {"temperature": 0, "eos_token_id": ends[0] if kind is int else kind(ends)}
+    wanted = [min((until(row, end) for end in ends), key=len) for row in greedy]
     longest = max(map(len, wanted))
-    assert len(wanted[0]) < longest
-    assert (longest == 20) == in_row_0_alone
-    for b in range(3):
-        tokens = model.generate(ids[b : b + 1], 20, temperature=0, eos_token_id=eos)
-        assert tokens[0, 6:].tolist() == wanted[b]
-    together = model.generate(ids, 20, temperature=0, eos_token_id=eos)[:, 6:].tolist()
-    assert together == [row + [eos] * (longest - len(row)) for row in wanted]
-    listed = model.generate(list(ids), 20, temperature=0, eos_token_id=eos)
+    assert len(wanted[0]) < longest and (longest == 20 or kind is not int)
+    assert kind is int or len({row[-1] for row in wanted}) > 1
+    for row, expected in zip(ids, wanted, strict=True):
+        assert model.generate(row[None], 20, **options)[0, 6:].tolist() == expected
+    listed = model.generate(list(ids), 20, **options)
     assert [row[6:].tolist() for row in listed] == wanted
+    filled = [row + row[-1:] * (longest - len(row)) for row in wanted]
+    assert model.generate(ids, 20, **options)[:, 6:].tolist() == filled
+    stream = model.generate_stream(ids, 20, **options)
+    assert torch.stack(list(stream), 1).tolist() == filled
+    assert torch.equal(model.generate(ids, 5, 0, eos_token_id=[]), model.generate(ids, 5, 0))
 
 
-def test_nothing_is_computed_after_the_last_eos(spied_model):
+def test_nothing_is_computed_after_the_last_end_token(spied_model):
     model, calls = spied_model
-    ids = make_ids(B=2, T=6)
-    greedy, eos = eos_of_row_0(make_model(torch.float64), ids)
-    n = len(until(greedy[0].tolist(), eos))
-    model.generate(ids[:1], 20, temperature=0, eos_token_id=eos)
-    assert len(calls) == n
+    ids = make_ids(B=1, T=6)
+    greedy = make_model(torch.float64).generate(ids, 20, temperature=0)[0, 6:].tolist()
+    options = {"temperature": 0, "eos_token_id": greedy[4]}
+    expected = until(greedy, greedy[4])
+    model.generate(ids, 20, **options)
+    assert len(calls) == len(expected)
+    calls.clear()
+    assert [x.item() for x in model.generate_stream(ids, 20, **options)] == expected
+    assert len(calls) == len(expected)
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 5}, {"top_p": 0.9}, {}])
@@ -203,17 +198,6 @@ def test_streaming_is_generate(options):
     assert len(stream) == 15
     for b, prompt in enumerate(PROMPTS):
         assert torch.equal(torch.stack(stream)[:, b], tokens[b][len(prompt) :])
-
-
-def test_streaming_ends_when_all_rows_are_done(spied_model):
-    model, calls = spied_model
-    ids = make_ids(B=2, T=6)
-    _, eos = eos_of_row_0(make_model(torch.float64), ids)
-    expected = model.generate(ids[:1], 20, temperature=0, eos_token_id=eos)[0, 6:].tolist()
-    calls.clear()
-    stream = model.generate_stream(ids[:1], 20, temperature=0, eos_token_id=eos)
-    assert [x.item() for x in stream] == expected
-    assert len(calls) == len(expected)
 
 
 def test_streaming_computes_a_token_when_it_is_asked_for(spied_model):
@@ -304,48 +288,17 @@ def test_integers_of_numpy_and_torch(count):
         assert torch.equal(row, expected[0])
 
 
-def test_decoding_step_compiles_whole():
-    model, ids = make_model(torch.float64), make_ids(T=12)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    with torch.no_grad():
-        cache = model(ids[:, :6], use_cache=True).past_key_values
-        steps = [
-            compiled(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits
-            for t in range(6, 12)
-        ]
-        assert_close(torch.cat(steps, 1), model(ids).logits[:, 6:], 1e-12)
+NO_TOKEN = "eos_token_id to be an int, a list of ints or None"
+NOT_ITS_OWN = r"expected eos_token_id from 0 to 30, got (31|-1)"
+EOS = [(eos, TypeError, NO_TOKEN) for eos in ([1, 2.0], 1.0, "2", True, torch.tensor([1.0, 2.0]))]
+EOS += [(eos, ValueError, NOT_ITS_OWN) for eos in (31, -1, [2, 31])]
 
 
-@pytest.mark.parametrize("kind", [list, tuple, torch.tensor], ids=["list", "tuple", "tensor"])
-def test_several_end_tokens(kind):
-    model, ids = make_model(torch.float64), make_ids(B=3, T=6)
-    greedy = model.generate(ids, 20, temperature=0)[:, 6:].tolist()
-    ends = [greedy[0][4]]
-    ends.append(next(token for token in greedy[1] if token not in (ends[0], *greedy[0][:5])))
-    wanted = [min((until(row, end) for end in ends), key=len) for row in greedy]
-    assert len({row[-1] for row in wanted}) > 1
-    listed = model.generate(list(ids), 20, 0, eos_token_id=kind(ends))
-    assert [row[6:].tolist() for row in listed] == wanted
-    longest = max(map(len, wanted))
-    filled = [row + row[-1:] * (longest - len(row)) for row in wanted]
-    together = model.generate(ids, 20, 0, eos_token_id=kind(ends))
-    assert together[:, 6:].tolist() == filled
-    stream = model.generate_stream(ids, 20, 0, eos_token_id=kind(ends))
-    assert torch.stack(list(stream), 1).tolist() == filled
-    assert torch.equal(model.generate(ids, 5, 0, eos_token_id=[]), model.generate(ids, 5, 0))
-
-
-@pytest.mark.parametrize("eos", [[1, 2.0], 1.0, "2", True, torch.tensor([1.0, 2.0])])
-def test_an_eos_that_is_no_token(eos):
+@pytest.mark.parametrize(("eos", "error", "message"), EOS, ids=str)
+def test_wrong_end_tokens(eos, error, message):
     for name in ("generate", "generate_stream"):
-        with pytest.raises(TypeError, match="eos_token_id to be an int, a list of ints or None"):
+        with pytest.raises(error, match=message):
             getattr(make_model(), name)([[1, 2]], 3, eos_token_id=eos)
-
-
-@pytest.mark.parametrize("eos", [31, -1, [2, 31]])
-def test_an_eos_that_the_model_does_not_have(eos):
-    with pytest.raises(ValueError, match=r"expected eos_token_id from 0 to 30, got (31|-1)"):
-        make_model().generate([[1, 2]], 3, eos_token_id=eos)
 
 
 @pytest.mark.parametrize("token", [31, -1])

@@ -1,4 +1,6 @@
-"""Hybrid models of random layers, in random pieces, against one forward call over all tokens."""
+"""Models of random layers, with attention and without, in random pieces, against one forward call
+over all tokens.
+"""
 
 import random
 
@@ -9,7 +11,7 @@ from models import make_model
 from gla_ext.cache import GLACache
 from gla_ext.decode import Decoder
 
-SEEDS = pytest.mark.parametrize("seed", range(6))
+SEEDS = pytest.mark.parametrize("seed", range(8))
 
 
 def make(choose):
@@ -20,14 +22,13 @@ def make(choose):
             "num_heads": choose.choice([2, 4]),
             "num_kv_heads": choose.choice([1, 2]),
             "window_size": choose.choice([None, 1, 2, 7, 40, 300]),
+            "rope_theta": choose.choice([10000.0, 30.0]),
             "qkv_bias": choose.random() < 0.5,
         }
-        for layer in choose.sample(range(count), choose.randint(1, count))
+        for layer in choose.sample(range(count), choose.randint(0, count))
     ]
-    use_short_conv = choose.random() < 0.5
-    return make_model(
-        torch.float64, num_hidden_layers=count, attn=attn, use_short_conv=use_short_conv
-    )
+    options = {"use_short_conv": choose.random() < 0.5, "attn": attn or None}
+    return make_model(torch.float64, num_hidden_layers=count, **options)
 
 
 class Texts:
@@ -104,7 +105,8 @@ def test_rows_of_a_decoder(seed):
         counts = [choose.choice([1, 2, 30, 100, 300]) for _ in rows]
         prompts = [[choose.randrange(31) for _ in range(count)] for count in counts]
         segment = choose.choice([64, 128, 16384])
-        drawn = decoder.prefill(prompts, rows=rows, keep=keep, segment_tokens=segment)
+        given = None if rows == list(range(B)) else choose.choice([rows, torch.tensor(rows)])
+        drawn = decoder.prefill(prompts, rows=given, keep=keep, segment_tokens=segment)
         for row, prompt, token in zip(rows, prompts, drawn.tolist(), strict=True):
             texts[row] = [*(texts[row] if keep else []), *prompt]
             take(row, token)
@@ -113,6 +115,7 @@ def test_rows_of_a_decoder(seed):
     for _ in range(4):
         for _ in range(choose.choice([0, 1, 20])):
             done = [end is not None and text[-1] == end for text in texts]
+            assert end is None or decoder.done.tolist() == done
             for row, token in enumerate(decoder.step().tolist()):
                 if done[row]:
                     assert token == end

@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from models import make_model
 
 from gla_ext.decode.sampling import Sampling, choose, sample
 
@@ -27,12 +26,6 @@ def frequencies(options, n=20000) -> torch.Tensor:
     ("options", "allowed"),
     [
         ({}, [0, 1, 2, 3]),
-        ({"top_k": 2}, [1, 3]),
-        ({"top_k": 9}, [0, 1, 2, 3]),
-        ({"top_p": 0.75}, [1, 3]),
-        ({"top_p": 0.4}, [3]),
-        ({"top_p": 1.0}, [0, 1, 2, 3]),
-        ({"top_k": 3, "top_p": 0.9}, [1, 2, 3]),
         ({"top_k": 3, "top_p": 0.8}, [1, 3]),  # 0.5 and 0.3 of 0.95 are 0.84
     ],
 )
@@ -45,14 +38,15 @@ def test_frequencies(options, allowed):
     assert 20000 * ((found - expected)[kept] ** 2 / expected[kept]).sum() < 16.3
 
 
-def test_temperature_sharpens():
-    rows = torch.tensor([[1.0, 2.0]]).repeat(20000, 1)
-    drawn = sample(rows, temperature=0.5, generator=torch.Generator().manual_seed(0))
-    assert drawn.double().mean().item() == pytest.approx(1 / (1 + math.exp(-2)), abs=0.02)
-
-
 @pytest.mark.parametrize(
-    "options", [{"temperature": 0}, {"temperature": 1e-300}, {"temperature": 1e-30}, {"top_k": 1}]
+    "options",
+    [
+        {"temperature": 0},
+        {"temperature": 1e-300},
+        {"temperature": 1e-30},
+        {"top_k": 1},
+        {"top_p": 1e-6},
+    ],
 )
 def test_the_most_probable_token(options):
     rows = torch.randn(50, 31, generator=torch.Generator().manual_seed(0))
@@ -79,15 +73,6 @@ def test_a_temperature_without_bound_draws_alike_what_is_possible(temperature, o
     assert (drawn[[0, 2, 3]] - 20000 / 3).square().sum() / (20000 / 3) < 13.8
 
 
-def test_a_model_at_a_temperature_without_bound():
-    model = make_model()
-    never = torch.zeros(31).index_fill_(0, torch.arange(1, 30), -torch.inf)
-    model.lm_head.register_forward_hook(lambda module, args, output: output + never)
-    options = {"temperature": math.inf, "generator": torch.Generator().manual_seed(0)}
-    drawn = model.generate([[1]] * 50, 20, **options)
-    assert {token.item() for row in drawn for token in row[1:]} == {0, 30}
-
-
 def test_options_as_tensors():
     rows = torch.randn(50, 31, generator=torch.Generator().manual_seed(0))
     noise = torch.empty(50, 31).exponential_(generator=torch.Generator().manual_seed(1))
@@ -95,21 +80,6 @@ def test_options_as_tensors():
     tensors, _ = choose(rows, noise, torch.tensor(0.75), None, torch.tensor(0.5))
     assert torch.equal(numbers, tensors)
     assert not torch.equal(numbers, choose(rows, noise, 0.75)[0])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": None}, "temperature to be a number, got None"),
-        ({"temperature": "0.5"}, "temperature to be a number, got '0.5'"),
-        ({"top_k": 5.0}, "top_k to be an int or None, got 5.0"),
-        ({"top_k": True}, "top_k to be an int or None, got True"),
-        ({"top_p": "0.5"}, "top_p to be a number or None, got '0.5'"),
-    ],
-)
-def test_options_that_are_no_numbers(options, message):
-    with pytest.raises(TypeError, match=f"generate: expected {message}"):
-        Sampling(**options)
 
 
 @pytest.mark.parametrize(
@@ -121,15 +91,20 @@ def test_options_of_numpy_and_torch(number, count):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"temperature": -0.5}, "temperature to be at least 0, got -0.5"),
-        ({"temperature": math.nan}, "temperature to be at least 0, got nan"),
-        ({"top_k": 0}, "top_k to be at least 1, got 0"),
-        ({"top_p": 0.0}, r"top_p to be in \(0, 1\], got 0.0"),
-        ({"top_p": 1.5}, r"top_p to be in \(0, 1\], got 1.5"),
+        ({"temperature": None}, TypeError, "temperature to be a number, got None"),
+        ({"temperature": "0.5"}, TypeError, "temperature to be a number, got '0.5'"),
+        ({"top_k": 5.0}, TypeError, "top_k to be an int or None, got 5.0"),
+        ({"top_k": True}, TypeError, "top_k to be an int or None, got True"),
+        ({"top_p": "0.5"}, TypeError, "top_p to be a number or None, got '0.5'"),
+        ({"temperature": -0.5}, ValueError, "temperature to be at least 0, got -0.5"),
+        ({"temperature": math.nan}, ValueError, "temperature to be at least 0, got nan"),
+        ({"top_k": 0}, ValueError, "top_k to be at least 1, got 0"),
+        ({"top_p": 0.0}, ValueError, r"top_p to be in \(0, 1\], got 0.0"),
+        ({"top_p": 1.5}, ValueError, r"top_p to be in \(0, 1\], got 1.5"),
     ],
 )
-def test_options_out_of_range(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_wrong_options(options, error, message):
+    with pytest.raises(error, match=f"generate: expected {message}"):
         Sampling(**options)

@@ -74,8 +74,11 @@ def counting(model) -> list[int]:
     return calls
 
 
-@with_options
-@pytest.mark.parametrize("segment", [64, 128, 192])
+SEGMENTS = [(OPTIONS["default"], segment) for segment in (64, 128, 192)]
+SEGMENTS += [(OPTIONS["all"], 64), (OPTIONS["recurrent"], 128)]
+
+
+@pytest.mark.parametrize(("options", "segment"), SEGMENTS, ids=str)
 def test_segments_are_one_piece(segment, options):
     model = make_model(torch.float64, **options)
     cache, whole = GLACache(), GLACache()
@@ -101,22 +104,6 @@ def test_a_batch_passes_in_groups(options):
     assert calls == [140, 140, 140, *[6] * 7]  # room for 52 more is no chunk
     stream = model.generate_stream(ids, 8, 0, segment_tokens=64)
     assert torch.equal(torch.stack(list(stream), 1), expected[:, 70:])
-
-
-@with_options
-@pytest.mark.parametrize("rows", [None, [4, 1, 0, 5, 7, 2]])
-def test_a_decoder_prefills_rows_in_segments(rows, options):
-    model = make_model(torch.float64, **options)
-    B = 6 if rows is None else 8
-    whole, cut = (Decoder(model, B, temperature=0) for _ in range(2))
-    for decoder, segment in ((whole, 2**14), (cut, 128)):
-        decoder.prefill(make_ids(B=B, T=9, seed=3))
-        decoder.step()
-        decoder.prefill(PROMPTS, rows=rows, segment_tokens=segment)
-        decoder.step()
-    assert torch.equal(cut.tokens, whole.tokens)
-    pairs = zip(cut._loop.cache.tensors(), whole._loop.cache.tensors(), strict=True)
-    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in pairs)
 
 
 class RowByRow(torch.nn.Linear):
@@ -178,8 +165,10 @@ def test_a_second_turn_goes_on(run, options):
     assert_states(cache, model, [torch.cat(x)[:-1] for x in everything])
 
 
-@with_options
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("options", "training"),
+    [(OPTIONS["default"], True), (OPTIONS["all"], False), (OPTIONS["recurrent"], False)],
+)
 def test_rows_that_ended_wait(training, options):
     """A row that drew an end token early goes on from there, whatever the others drew meanwhile."""
     model = make_model(torch.float64, **options).train(training)
@@ -197,28 +186,6 @@ def test_rows_that_ended_wait(training, options):
             two[b][len(said) - len(row) :].tolist()
             == model.generate(said[None], 6, 0)[0, len(said) :].tolist()
         )
-
-
-@with_options
-@pytest.mark.parametrize("rows", [None, [2, 0]])
-def test_a_decoder_goes_on(rows, options):
-    model, prompts = make_model(torch.float64, **options), PROMPTS[:4]
-    greedy = torch.stack(by_generate(model, prompts, 9, None))
-    end = greedy[0, 3].item()
-    decoder = Decoder(model, 4, temperature=0, eos_token_id=end)
-    drawn = [decoder.prefill(prompts), *(decoder.step().clone() for _ in range(8))]
-    rows_now = range(4) if rows is None else rows
-    more = [make_ids(B=1, T=T, seed=50 + T)[0] for T in (3, 90, 1, 66)][: len(rows_now)]
-    first = decoder.prefill(more, rows=rows, keep=True, segment_tokens=64)
-    after = torch.stack([decoder.tokens.clone(), *(decoder.step().clone() for _ in range(4))], 1)
-    drawn = torch.stack(drawn, 1).tolist()
-    for n, row in enumerate(rows_now):
-        said = drawn[row]
-        said = said[: said.index(end) + 1] if end in said else said
-        said = torch.cat([prompts[row], torch.tensor(said), more[n]])
-        expected = model.generate([said], 5, 0, eos_token_id=end)[0][len(said) :].tolist()
-        assert first[n] == expected[0]
-        assert after[row, : len(expected)].tolist() == expected
 
 
 def test_a_stream_that_is_closed_leaves_what_came():

@@ -8,11 +8,10 @@ import functools
 
 import pytest
 import torch
+from dispatch import Calls
 from functorch.compile import make_boxed_func
 from models import make_ids, make_model
-from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla_ext.cache import GLACache, StaticGLACache
 from gla_ext.decode import Decoder
@@ -27,29 +26,25 @@ OPERATORS = (
     "norm_swiglu",
     "linear_residual",
 )
+ATTENTION, MLP = OPERATORS[:3], OPERATORS[3:]
 SIZES = {"hidden_size": 64, "num_heads": 2, "num_hidden_layers": 2}  # heads of 16 keys, 32 values
 PROMPTS = [make_ids(B=1, T=T, seed=T)[0] for T in (5, 1, 9)]
 
 
-class Record(TorchDispatchMode):
-    """Inside, notes the calls of the five operators, and whether they overlap."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.name().removeprefix("gla_ext::")
+def steps(calls):
+    """The five operators that were called, and whether they overlap."""
+    found = []
+    for name, args, _ in calls.made:
         if name in OPERATORS:
             flags = [x for x in args if isinstance(x, bool)]
             # An argument of its default is left out.
             least = 1 if name == "recurrent_gla_low_rank_step_" else 0
-            self.calls.append((name, flags[-1] if len(flags) > least else False))
-        return function(*args, **(kwargs or {}))
+            found.append((name, flags[-1] if len(flags) > least else False))
+    return found
 
-    @property
-    def names(self):
-        return [name for name, _ in self.calls]
+
+def names(calls):
+    return [name for name, _ in steps(calls)]
 
 
 @pytest.fixture
@@ -81,7 +76,7 @@ def recorded_step(model, ids=None, cache=None, **options):
     """Calls and logits of one decoded token."""
     ids = make_ids(B=3, T=7) if ids is None else ids
     cache = static_cache(model, ids[:, :-1]) if cache is None else cache
-    with Record() as record:
+    with Calls() as record:
         logits = logits_of(model, ids[:, -1:], cache, **options)
     return record, logits
 
@@ -95,17 +90,20 @@ OPTIONS = {
 by_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
+HYBRID = {"attn": {"layers": [1], "num_heads": 2}}  # a block with attention has the MLP of a step
+
+
 @pytest.mark.usefixtures("on_cpu")
-@by_options
+@pytest.mark.parametrize("options", [*OPTIONS.values(), HYBRID], ids=[*OPTIONS, "hybrid"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_are_one_forward_over_all_tokens(options, fused):
     model = model_of(**options)
     model = fuse_projections(model) if fused else model
     ids = make_ids(B=3, T=9)
     cache = static_cache(model, ids[:, :5])
-    with Record() as record:
+    with Calls() as record:
         found = [logits_of(model, ids[:, t : t + 1], cache) for t in range(5, 9)]
-    assert record.names == 4 * 2 * [*OPERATORS]
+    assert names(record) == 4 * [*OPERATORS, *(MLP if options is HYBRID else OPERATORS)]
     with torch.no_grad():
         whole = model(ids).logits[:, 5:]
     assert relative_error(torch.cat(found, 1), whole) < 1e-10
@@ -114,7 +112,7 @@ def test_steps_are_one_forward_over_all_tokens(options, fused):
 @pytest.mark.usefixtures("on_cpu")
 def test_only_what_follows_a_step_overlaps():
     record, _ = recorded_step(model_of())
-    first, second = record.calls[:5], record.calls[5:]
+    first, second = steps(record)[:5], steps(record)[5:]
     assert [overlaps for _, overlaps in first] == [False, True, True, True, True]
     assert [overlaps for _, overlaps in second] == [True] * 5
 
@@ -125,9 +123,9 @@ def test_generate_draws_the_same_tokens(options, dtype, request):
     model = model_of(dtype, **options)
     expected = model.generate(PROMPTS, 12, temperature=0, eos_token_id=3)
     request.getfixturevalue("on_cpu")
-    with Record() as record:
+    with Calls() as record:
         found = model.generate(PROMPTS, 12, temperature=0, eos_token_id=3)
-    assert set(record.names) == set(OPERATORS)
+    assert set(names(record)) == set(OPERATORS)
     assert all(map(torch.equal, found, expected))
 
 
@@ -140,7 +138,7 @@ def test_rows_that_wait_keep_their_states():
     cache.skip_done()
     before = [x.clone() for x in cache.tensors()]
     record, _ = recorded_step(model, make_ids(B=3, T=1), cache)
-    assert record.names
+    assert names(record)
     for old, new in zip(before, cache.tensors(), strict=True):
         assert torch.equal(old[1], new[1]) and not torch.equal(old[0], new[0])
 
@@ -149,41 +147,20 @@ def hooked(module):
     module.register_forward_hook(lambda *_: None)
 
 
-class Adapter(nn.Module):
-    def __init__(self, linear):
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x):
-        return 2 * self.linear(x)
-
-
-def adapted(parent, name):
-    setattr(parent, name, Adapter(getattr(parent, name)))
-
-
-ATTENTION, MLP = OPERATORS[:3], OPERATORS[3:]
 # What changes the first block, and the operators that its token then takes.
 CHANGES = {
-    "hook on the layer": (lambda b: hooked(b.attn), MLP),
-    "hook on a projection": (lambda b: hooked(b.attn.k_proj), MLP),
-    "hook on the gate": (lambda b: hooked(b.attn.gk_proj[1]), MLP),
-    "hook on the heads' norm": (lambda b: hooked(b.attn.norm), MLP),
-    "hook on a norm": (lambda b: hooked(b.attn_norm), MLP),
-    "hook on the MLP": (lambda b: hooked(b.mlp), ATTENTION),
-    "hook on its norm": (lambda b: hooked(b.mlp_norm), ATTENTION),
-    "adapter on q": (lambda b: adapted(b.attn, "q_proj"), MLP),
-    "adapter on o": (lambda b: adapted(b.attn, "o_proj"), MLP),
-    "adapter on down": (lambda b: adapted(b.mlp, "down_proj"), ATTENTION),
-    "both": (lambda b: (adapted(b.attn, "g_proj"), adapted(b.mlp, "up_proj")), ()),
+    f"hook on {name}": (lambda b, name=name: hooked(b.get_submodule(name)), rest)
+    for places, rest in (
+        ("attn attn.k_proj attn.q_proj attn.o_proj attn.gk_proj.1 attn.norm attn_norm", MLP),
+        ("mlp mlp_norm mlp.up_proj mlp.down_proj", ATTENTION),
+    )
+    for name in places.split()
+}
+CHANGES |= {  # tests/layers/test_plain_modules.py has what else a module may be
     "forward of its own": (lambda b: setattr(b.mlp, "forward", b.mlp.forward), ATTENTION),
     "no fusion of norms": (lambda b: setattr(b, "fuse_norm", False), ()),
     "train mode": (lambda b: b.train(), ()),
     "other dtype": (lambda b: b.attn.o_proj.float(), None),
-    "parametrization": (
-        lambda b: nn.utils.parametrizations.weight_norm(b.attn.v_proj, dim=None),
-        MLP,
-    ),
 }
 
 
@@ -204,7 +181,7 @@ def test_what_others_see_is_called(name, request):
     plain = logits_of(model, ids[:, -1:], other)
     request.getfixturevalue("on_cpu")
     record, logits = recorded_step(model, ids, cache)
-    assert record.names == [*expected, *OPERATORS]
+    assert names(record) == [*expected, *OPERATORS]
     assert relative_error(logits, plain) < 1e-10
 
 
@@ -215,7 +192,7 @@ def test_other_calls_take_the_modules(name):
     cache = static_cache(model, ids[:, :-1])
     run = functools.partial(model, ids[:, -1:], past_key_values=cache, use_cache=True)
     expected = set()
-    with Record() as record, torch.set_grad_enabled(name == "gradient"):
+    with Calls() as record, torch.set_grad_enabled(name == "gradient"):
         if name == "tokens":
             model(ids, past_key_values=cache, use_cache=True)
         elif name == "mode":
@@ -234,20 +211,7 @@ def test_other_calls_take_the_modules(name):
             model(ids[:, -1:], past_key_values=cache)
         else:
             run()
-    assert set(record.names) == expected
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_a_block_with_attention_has_the_mlp_of_a_step():
-    attn = {"layers": [1], "num_heads": 2}
-    model, ids = model_of(attn=attn), make_ids(B=3, T=9)
-    cache = static_cache(model, ids[:, :6])
-    with Record() as record:
-        found = [logits_of(model, ids[:, t : t + 1], cache) for t in range(6, 9)]
-    assert record.names == 3 * [*OPERATORS, *MLP]
-    with torch.no_grad():
-        whole = model(ids).logits[:, 6:]
-    assert relative_error(torch.cat(found, 1), whole) < 1e-10
+    assert set(names(record)) == expected
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -255,16 +219,16 @@ def test_compiled():
     model, ids = model_of(torch.float32), make_ids(B=3, T=7)
     cache = static_cache(model, ids[:, :-1])
     expected = logits_of(model, ids[:, -1:], copy.deepcopy(cache))
-    names = []
+    targets = []
 
     def recorded(graph, inputs):
-        names.extend(str(node.target) for node in graph.graph.nodes)
+        targets.extend(str(node.target) for node in graph.graph.nodes)
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=recorded)
     compiled = torch.compile(model, dynamic=False, fullgraph=True, backend=backend)
     logits = logits_of(compiled, ids[:, -1:], cache)
-    assert f"gla_ext.{OPERATORS[0]}.default" in names
+    assert f"gla_ext.{OPERATORS[0]}.default" in targets
     assert relative_error(logits, expected) < 1e-5
 
 
@@ -282,9 +246,9 @@ def test_cuda_steps(dtype, rows, options, monkeypatch):
     model = model_of(dtype, "cuda", **sizes, **options)
     ids = make_ids(B=rows, T=9).cuda()
     cache = static_cache(model, ids[:, :5])
-    with Record() as record:
+    with Calls() as record:
         found = [logits_of(model, ids[:, t : t + 1], cache) for t in range(5, 9)]
-    assert record.names == 4 * 2 * [*OPERATORS]
+    assert names(record) == 4 * 2 * [*OPERATORS]
     with torch.no_grad():
         exact = copy.deepcopy(model).cpu().double()(ids.cpu()).logits[:, 5:]
     assert relative_error(torch.cat(found, 1).cpu().double(), exact) < DEVICE_TOLERANCE[dtype]
@@ -300,11 +264,13 @@ def test_cuda_graph_draws_the_tokens_of_eager_steps(captures):
 
 
 @pytest.mark.cuda
-def test_cuda_compiled_steps():
+@pytest.mark.parametrize("cuda_graph", [None, False])
+def test_cuda_compiled_steps(cuda_graph):
     model = model_of(torch.bfloat16, "cuda", hidden_size=256)
     ids = make_ids(B=4, T=9).cuda()
     plain, compiled = (
-        Decoder(model, 4, temperature=0, compiled=compiled) for compiled in (False, True)
+        Decoder(model, 4, temperature=0, cuda_graph=cuda_graph, compiled=compiled)
+        for compiled in (False, True)
     )
     found = []
     for decoder in (plain, compiled):

@@ -57,26 +57,18 @@ def test_value_and_gradient_are_torchs(dtype, count, device):
 
 def test_nothing_counts():
     logits, labels = draw()
-    value, gradient = both(next_token_loss, logits, torch.full_like(labels, IGNORED))
-    assert value.isnan() and not gradient.any()
-    value, gradient = both(next_token_loss, logits, torch.full_like(labels, IGNORED), 4)
-    assert value == 0 and not gradient.any()
-
-
-def test_one_token_has_no_next():
-    logits, labels = draw(T=9)
     assert next_token_loss(logits[:, :1], labels[:, :1]).isnan()
+    for count, isnan in ((None, True), (4, False)):
+        value, gradient = both(next_token_loss, logits, torch.full_like(labels, IGNORED), count)
+        assert (value.isnan() if isnan else value == 0) and not gradient.any()
 
 
-@pytest.mark.parametrize("name", ["forward", "backward"])
-def test_nan_is_not_silent(name):
+def test_nan_is_not_silent():
     logits, labels = draw()
     logits[0, 4, 3] = torch.nan
     value, gradient = both(next_token_loss, logits, labels)
-    if name == "forward":
-        assert value.isnan()
-    else:
-        assert gradient[0, 4].isnan().all() and not gradient[1:].isnan().any()
+    assert value.isnan()
+    assert gradient[0, 4].isnan().all() and not gradient[1:].isnan().any()
 
 
 def test_the_gradient_can_be_differentiated():
@@ -118,32 +110,28 @@ def test_gradients_of_samples():
     assert_close(each(logits, labels), expected, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_packed_is_as_a_batch(dtype, device):
-    logits, labels = draw(device=device)
-    labels[:, 0] = 5  # that nothing predicts
-    expected, of_batch = both(next_token_loss, logits, labels)
-    row = in_one_row(logits, labels)
-    offsets = torch.tensor([0, 9, 18, 27], dtype=dtype, device=device)
-    value, gradient = both(next_token_loss, *row, None, offsets)
-    assert_close(value, expected, 1e-6)
-    assert_close(gradient, of_batch.flatten(0, 1)[None], 1e-6)
-    expected = next_token_loss(logits, labels, 5)
-    assert_close(next_token_loss(*row, 5, offsets), expected, 1e-6)
-
-
 # Of 27 tokens: every one, some empty sequences, and some tokens of none.
 OFFSETS = {"all": [0, 4, 5, 20, 27], "empty": [0, 0, 4, 4, 4, 26, 27, 27], "tail": [0, 4, 20, 20]}
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("count", [None, 5], ids=["mean", "int"])
 @pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
-def test_packed_is_each_alone(offsets, device):
+def test_packed_is_each_alone(offsets, count, index, device):
     logits, labels = in_one_row(*draw(device=device))
+    labels[0, 4] = 5  # that nothing predicts
     parts = list(itertools.starmap(slice, itertools.pairwise(offsets)))
-    total = sum(next_token_loss(logits[:, part], labels[:, part], 1) for part in parts)
-    count = sum((labels[:, part][:, 1:] != IGNORED).sum() for part in parts)
-    packed = next_token_loss(logits, labels, cu_seqlens=torch.tensor(offsets, device=device))
-    assert_close(packed, total / count, 1e-6)
+    counted = count or sum((labels[:, part][:, 1:] != IGNORED).sum() for part in parts)
+
+    def alone(logits, labels):
+        total = sum(next_token_loss(logits[:, part], labels[:, part], 1) for part in parts)
+        return total / counted
+
+    cu_seqlens = torch.tensor(offsets, dtype=index, device=device)
+    value, gradient = both(next_token_loss, logits, labels, count, cu_seqlens)
+    expected, of_each = both(alone, logits, labels)
+    assert_close(value, expected, 1e-6)
+    assert_close(gradient, of_each, 1e-6)
 
 
 @pytest.mark.parametrize("offsets", [None, [0, 3, 3, 20]], ids=["batch", "packed"])

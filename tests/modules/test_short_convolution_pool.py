@@ -3,47 +3,32 @@
 Equal bits (see common.py): own sums.
 """
 
-import itertools
-import re
-
 import pytest
 import torch
-from common import CUDA_DTYPES, DTYPES
+from common import DTYPES
 from conv_inputs import LAYOUTS, make, module
-from conv_pool import OFFSETS, Pool
+from conv_pool import Pool, raises
 
-from gla_ext import chunk_gla, chunk_gla_, short_convolution_
+from gla_ext import short_convolution_
 
-OP = torch.ops.gla_ext.short_convolution_.default
+OP = torch.ops.gla_ext.short_convolution_
+APART = (0, 1, -1, 3, 4, 9)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@by_dtype
-@pytest.mark.usefixtures("nan_in_fresh_memory")
-@pytest.mark.parametrize("W", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("T", [0, 1, 3, 30])
-def test_rows(device, T, W, dtype):
-    Pool(device, dtype, T, W=W).check()
+CASES = [{"T": T, "W": W} for T in (0, 1, 3, 30) for W in (1, 2, 3, 4, 6)]
+CASES += [{"packed": True, "W": W} for W in (1, 4, 6)]
+CASES += [{"T": 2, "D": D, "bias": bias} for D in (1, 5, 72, 264) for bias in (False, True)]
+CASES += [
+    {"layout": layout, "packed": packed} for layout in LAYOUTS[1:] for packed in (False, True)
+]
 
 
 @by_dtype
 @pytest.mark.usefixtures("nan_in_fresh_memory")
-@pytest.mark.parametrize("W", [1, 4, 6])
-def test_packed(device, W, dtype):
-    Pool(device, dtype, W=W, packed=True).check()
-
-
-@pytest.mark.parametrize("D", [1, 5, 72, 264])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
-def test_channels(device, dtype, bias, D):
-    Pool(device, dtype, 2, D, bias=bias).check()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("packed", [False, True])
-def test_layouts(device, packed, layout):
-    Pool(device, torch.bfloat16, packed=packed, layout=layout).check()
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_rows(device, options, dtype):
+    Pool(device, dtype, **options).check()
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -60,16 +45,8 @@ def test_rows_that_start(device, index, packed):
 @pytest.mark.parametrize("packed", [False, True])
 def test_back_to_the_same_slots(device, packed):
     pool = Pool(device, T=3, packed=packed)
-    pool.slots = torch.tensor([0, 1, -1, 3, 4, 9], device=device)
-    y, after = torch.zeros_like(pool.x), pool.before.clone()
-    with torch.no_grad():
-        for n in (0, 1, 3, 4):
-            row, here = (n, slice(None)) if not packed else (0, slice(*OFFSETS[n : n + 2]))
-            own = pool.x[row : row + 1, here]
-            cache = pool.before[n : n + 1]
-            y[row, here], after[n] = (
-                t[0] for t in module(pool.weight, pool.bias)(own, cache, True)
-            )
+    pool.slots = torch.tensor(APART, device=device)
+    y, after = pool.expected(APART, APART)
     assert torch.equal(pool.run(write_slots=None), y)
     assert torch.equal(pool.pool, after)
 
@@ -81,50 +58,6 @@ def test_a_layer_of_a_wider_pool(device):
     pool.pool.copy_(pool.before)
     pool.check()
     assert whole[:, ::2].isnan().all()
-
-
-def test_a_layer_keeps_both_memories_under_one_slot(device):
-    """Prompts and tokens, packed, whose inputs and states are in rows of two pools by the same
-    slots: each is what it is alone, without any pool.
-    """
-    H, K, V, P = 2, 8, 12, 7
-    lengths, new = (70, 1, 0, 130, 1), (True, False, False, True, True)
-    slots, write_slots = (4, 0, 2, -1, 6), (4, 3, 2, 1, 6)
-    inputs = make(1, sum(lengths), H * (2 * K + V), 4, device, torch.float32, N=P)
-    x, weight, bias, cache, *_ = inputs
-    states = torch.randn(P, H, K, V, generator=torch.Generator().manual_seed(1)).to(device)
-    caches, pool = cache.contiguous().clone(), states.clone()
-    rows = {
-        "slots": torch.tensor(slots, device=device),
-        "write_slots": torch.tensor(write_slots, device=device),
-        "has_initial_state": ~torch.tensor(new, device=device),
-        "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)], device=device),
-    }
-
-    def heads(y):
-        parts = y.unflatten(-1, (H, -1)).split([K, K, V], -1)
-        return (*parts, torch.nn.functional.logsigmoid(parts[1]) / 16)
-
-    y = short_convolution_(x, weight, bias, state=caches, **rows)
-    o = chunk_gla_(*heads(y), state=pool, **rows)
-    convolution, expected, expected_caches = module(weight, bias), states.clone(), cache.clone()
-    for n, tokens in enumerate(x.split(lengths, 1)):
-        slot, here = slots[n], slice(*rows["cu_seqlens"][n : n + 2].tolist())
-        if slot < 0:
-            assert not o[:, here].any()
-            continue
-        before = cache[slot][None] * (not new[n]), states[slot][None] * (not new[n])
-        with torch.no_grad():
-            own, expected_caches[write_slots[n]] = (
-                t.squeeze(0) for t in convolution(tokens, before[0], True)
-            )
-        attended, state = chunk_gla(
-            *heads(own[None]), initial_state=before[1], output_final_state=True
-        )
-        expected[write_slots[n]] = state[0]
-        torch.testing.assert_close(o[:, here], attended, atol=1e-5, rtol=1e-4)
-    assert torch.equal(caches, expected_caches)
-    torch.testing.assert_close(pool, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_without_slots(device):
@@ -147,45 +80,64 @@ def test_steps_are_the_sequence(device):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_opcheck_and_compile(device, packed):
+def test_opcheck(device, packed):
     pool = Pool(device, packed=packed)
     has = torch.tensor([True, False, True, True, True, False], device=device)
     arguments = (pool.slots, pool.write_slots, has, pool.offsets)
-    torch.library.opcheck(OP, (pool.x, pool.weight, pool.bias, pool.pool, *arguments))
-    pool.pool.copy_(pool.before)
-    y, after = pool.expected()
-    address = pool.pool.data_ptr()
-    compiled = torch.compile(lambda: pool.run() * 2, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(), y * 2)
-    assert torch.equal(pool.pool, after) and pool.pool.data_ptr() == address
+    call = (pool.x, pool.weight, pool.bias, pool.pool, *arguments)
+    torch.library.opcheck(OP.default, call)
+    torch.library.opcheck(OP.out, call, {"out": torch.empty_like(pool.x)})
 
 
-def test_compiled_code_copies_no_pool(device):
-    """Inductor's code writes a layer of a pool by one operator, without a clone of it."""
+@pytest.mark.parametrize("given", [False, True], ids=["", "out"])
+def test_compiled_code_copies_no_pool(device, given):
+    """Inductor's code writes a layer of a pool, and an output, by one operator where they lie."""
     from torch._inductor.utils import run_and_get_code
 
     pool = Pool(device)
     y, after = pool.expected()
-    whole = torch.stack([pool.before] * 3, 1)
+    whole, outs = torch.stack([pool.before] * 3, 1), y.new_full((8, 1, 24), torch.nan)
 
-    def call(whole):
-        return pool.run(state=whole[:, 1])
+    def call(x, whole, outs):
+        pool.x = x
+        found = pool.run(state=whole[:, 1], out=outs[1:7] if given else None)
+        return None if given else found
 
-    found, (code,) = run_and_get_code(torch.compile(call, fullgraph=True), whole)
-    assert code.count("short_convolution_.default(") == 1
+    arguments = pool.x, whole, outs
+    found, (code,) = run_and_get_code(torch.compile(call, fullgraph=True), *arguments)
+    assert code.count("short_convolution_." + ("out(" if given else "default(")) == 1
     assert "empty_strided" not in code.split("def call(")[1]
-    assert torch.equal(found, y) and torch.equal(whole[:, 1], after)
+    assert torch.equal(outs[1:7] if given else found, y) and torch.equal(whole[:, 1], after)
     assert torch.equal(whole[:, ::2], torch.stack([pool.before] * 2, 1))
+    assert outs[::7].isnan().all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("given", [False, True], ids=["", "out"])
+def test_compiled_with_other_operations(device, given, packed):
+    pool = Pool(device, packed=packed)
+    y, after = pool.expected()
+    out, address = torch.full_like(y, torch.nan), pool.pool.data_ptr()
+
+    def call(out):
+        return pool.run(out=out if given else None) * 2
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(out), y * 2) and torch.equal(out, y) == given
+    assert torch.equal(pool.pool, after) and pool.pool.data_ptr() == address
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("given", [False, True], ids=["", "out"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_graph_replays_with_other_slots(packed):
+def test_graph_replays_with_other_slots(packed, given):
+    """With an output it writes where the caller reads."""
     pool = Pool("cuda", torch.bfloat16, packed=packed)
-    pool.run()
+    out = torch.empty_like(pool.x) if given else None
+    pool.run(out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = pool.run()
+        y = pool.run(out=out)
     for slots in ([1, 2, 3, 4, 5, 6], [6, -1, 3, 2, 1, 0]):
         pool.slots.copy_(torch.tensor(slots))
         pool.write_slots.copy_(torch.tensor(slots))
@@ -205,10 +157,6 @@ def test_for_the_sanitizer(D, packed):
 
 
 # What it refuses.
-
-
-def raises(error, message):
-    return pytest.raises(error, match="^" + re.escape(f"short_convolution_: {message}"))
 
 
 def test_wrong_inputs():

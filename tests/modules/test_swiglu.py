@@ -1,4 +1,4 @@
-"""SwiGLU and its linear map: values, gradients, layouts, what is kept, and errors, against fp64.
+"""SwiGLU and its linear map: values, gradients, layouts, and compiled, against fp64.
 
 Equal bits (see common.py): own sums, and the same products.
 """
@@ -7,90 +7,49 @@ import math
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
-from common import CUDA_DTYPES, assert_close
+from common import CUDA_DTYPES, assert_close, raises
+from dispatch import Calls
+from modules import by_dtype, check, errors, results
 from norm_inputs import BOUND, LAYOUTS, normal
-from swiglu_inputs import (
-    Calls,
-    by_dtype,
-    check,
-    errors,
-    exact,
-    kept,
-    make,
-    make_linear,
-    plain,
-    results,
-    with_bias,
-)
+from swiglu_inputs import exact, make, make_linear, plain, with_bias
+from torch import nn
 
 from gla_ext.layers.swiglu import swiglu, swiglu_linear
+from gla_ext.model import GLAMLP, fuse_projections
 
 ops = torch.ops.gla_ext
 # On CUDA a row has 32 to 256 threads of 16 bytes twice; on CPU pieces of 1,024.
 WIDTHS = (1, 7, 8, 64, 257, 1000, 1024, 1025, 4096, 5000)
+MANY = [(70_000, 1, 12), (3, 24_000, 2, 20), (2, 40_001, 1, 8)]  # more rows than a CUDA grid has
+SHAPES = [((2, 9, 3, D), None) for D in WIDTHS]
+SHAPES += [((2, 9, 3, D), layout) for D in (64, 72, 77) for layout in (*LAYOUTS, "halves")]
+SHAPES += [((2, 9, D), "halves") for D in (1, 60, 1100)] + [(MANY[0], "halves")]
+SHAPES += [(shape, "heads of a projection") for shape in MANY[1:]]
 
 
+@pytest.mark.usefixtures("nan_in_fresh_memory")
 @by_dtype
-@pytest.mark.parametrize("D", WIDTHS)
-def test_values_and_gradients(device, D, dtype):
-    # Of one column there are few values, whose rounding does not average.
-    *inputs, dy = make((2, 9, 3, D), device, dtype)
-    check(swiglu, inputs, dy, factor=2.0 if D < 8 else 1.0)
-
-
-@by_dtype
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("D", [64, 72, 77])
-def test_layouts(device, D, layout, dtype):
-    gate, up, dy = make((2, 9, 3, D), device, dtype, layout)
-    check(swiglu, [gate, up], dy)
-    check(swiglu, [gate.contiguous(), up], dy)
-    check(swiglu, [gate, up], dy.contiguous())
-
-
-@by_dtype
-@pytest.mark.parametrize("D", [1, 60, 64, 1100])
-def test_halves_of_one_product(device, D, dtype):
-    both = normal(2, 9, 2 * D, seed=1, device=device, dtype=dtype)
-    dy = normal(2, 9, D, seed=2, device=device, dtype=dtype)
-    gate, up = both.chunk(2, -1)
-    check(swiglu, [gate, up], dy, factor=2.0 if D == 1 else 1.0)
-    assert torch.equal(swiglu(gate, up), swiglu(gate.clone(), up.clone()))
-
-
-@by_dtype
-@pytest.mark.parametrize("shape", [(70_000, 1, 12), (3, 24_000, 2, 20), (2, 40_001, 1, 8)], ids=str)
-def test_many_rows(device, shape, dtype):
-    """More than a CUDA grid has rows, with one stride and with two."""
-    layout = "heads of a projection" if len(shape) == 4 else None
-    gate, up, dy = make(shape, device, dtype, layout)
-    if len(shape) == 3:
+@pytest.mark.parametrize(("shape", "layout"), SHAPES, ids=str)
+def test_values_and_gradients(device, shape, layout, dtype):
+    """Of tensors alone, halves of one product, and of more rows with one stride and with two."""
+    gate, up, dy = make(shape, device, dtype, None if layout == "halves" else layout)
+    if layout == "halves":
         gate, up = torch.cat([gate, up], -1).chunk(2, -1)
-    check(swiglu, [gate, up], dy)
+    # Of one column there are few values, whose rounding does not average.
+    factor = 2.0 if shape[-1] < 8 else 1.0
+    y, *_ = check(swiglu, exact, [gate, up], dy, factor)
+    if layout is not None and shape not in MANY:
+        check(swiglu, exact, [gate.contiguous(), up], dy, factor)
+        check(swiglu, exact, [gate, up], dy.contiguous(), factor)
+        assert torch.equal(y, swiglu(gate.clone(), up.clone()))
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 5), (0,)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 0), (2, 0, 5), (0,)], ids=str)
 def test_nothing(device, shape):
     *inputs, dy = make(shape, device, torch.float32)
     assert all(t.shape == shape for t in results(swiglu, inputs, dy))
-    inputs, dy = make_linear((0, 8), 5, device, torch.float32, biased=True)
-    y, *gradients = results(swiglu_linear, inputs, dy)
-    assert y.shape == (0, 5)
-    assert [g.shape for g in gradients] == [t.shape for t in inputs]
-    assert not any(g.any() for g in gradients)
-
-
-def test_a_vector(device):
-    *inputs, dy = make((24,), device, torch.float32)
-    check(swiglu, inputs, dy)
-    check(swiglu_linear, *make_linear((24,), 5, device, torch.float32))
-
-
-def test_an_expanded_gradient(device):
-    """As sum() hands it over, with strides of 0."""
-    *inputs, dy = make((2, 9, 40), device, torch.float32)
-    check(swiglu, inputs, dy[:1, :1, :1].expand(dy.shape))
 
 
 @by_dtype
@@ -103,25 +62,6 @@ def test_an_elements_bits_are_its_own(device, dtype):
             cut = [strided(t[:, part]) for t in (gate, up, dy)]
             for got, of in zip(results(swiglu, cut[:2], cut[2]), whole, strict=True):
                 assert torch.equal(got, strided(of[:, part]))
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_threads_change_no_bit(threads):
-    *inputs, dy = make((7, 9000), "cpu", torch.float32)
-    found, before = [], torch.get_num_threads()
-    for count in (2, threads):
-        torch.set_num_threads(count)
-        found.append(results(swiglu, inputs, dy))
-    torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_results_are_rounded_once(dtype):
-    *inputs, dy = make((50, 100), "cpu", dtype)
-    wide = results(swiglu, [t.float() for t in inputs], dy.float())
-    for got, want in zip(results(swiglu, inputs, dy), wide, strict=True):
-        assert torch.equal(got, want.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
@@ -172,7 +112,8 @@ def test_tensors_of_two_dtypes_are_promoted(device):
 @with_bias
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_linear(device, layout, biased, dtype):
-    check(swiglu_linear, *make_linear((2, 9, 3, 40), 24, device, dtype, layout, biased), factor=2.0)
+    inputs, dy = make_linear((2, 9, 3, 40), 24, device, dtype, layout, biased)
+    check(swiglu_linear, exact, inputs, dy, factor=2.0)
 
 
 @by_dtype
@@ -182,16 +123,6 @@ def test_linear_has_the_bits_of_the_two(device, dtype):
     assert torch.equal(swiglu_linear(gate, up, weight), expected)
     with torch.inference_mode():
         assert torch.equal(swiglu_linear(gate, up, weight), expected)
-
-
-@with_bias
-def test_nothing_but_inputs_is_saved(device, biased):
-    inputs, _ = make_linear((2, 9, 40), 24, device, torch.float32, biased=biased)
-    leaves = [t.requires_grad_() for t in inputs]
-    _, saved = kept(lambda: swiglu_linear(*leaves))
-    assert set(saved) == {t.data_ptr() for t in leaves[:3]}
-    _, saved = kept(lambda: swiglu(*leaves[:2]))
-    assert set(saved) == {t.data_ptr() for t in leaves[:2]}
 
 
 @pytest.mark.parametrize(
@@ -215,64 +146,96 @@ def test_backward_does_what_is_asked_for(needed, expected):
     y = swiglu_linear(*leaves.values())
     with Calls() as calls:
         gradients = torch.autograd.grad(y, [leaves[leaf] for leaf in needed], dy)
+    made = [(name, args[3]) if name == "swiglu_bwd" else name for name, args, _ in calls.made]
     counted = {"mm", "sum", "swiglu_fwd", ("swiglu_bwd", True), ("swiglu_bwd", False)}
-    assert {name: calls.made.count(name) for name in counted & set(calls.made)} == expected
+    assert {name: made.count(name) for name in counted & set(made)} == expected
     for leaf, got in zip(needed, gradients, strict=True):
         assert_close(got, wanted[leaf], 1e-13, name=leaf)
 
 
-def test_gradcheck():
-    inputs, _ = make_linear((2, 3, 5), 4, "cpu", torch.float64, biased=True)
-    leaves = [t.requires_grad_() for t in inputs]
-    assert torch.autograd.gradcheck(swiglu, leaves[:2])
-    assert torch.autograd.gradcheck(swiglu_linear, leaves[:3])
-    assert torch.autograd.gradcheck(swiglu_linear, leaves)
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("B", [2, 0])
-@with_bias
-def test_opcheck(device, biased, B, requires_grad):
-    *pair, dy = make((B, 3, 2, 8), device, torch.float32, "heads of a projection")
-    pair = [t.requires_grad_(requires_grad) for t in pair]
-    inputs, _ = make_linear((B, 3, 8), 4, device, torch.float32, biased=biased)
-    inputs = [t.requires_grad_(requires_grad) for t in inputs]
-    torch.library.opcheck(ops.swiglu_linear.default, (*inputs, *[None] * (not biased)))
-    torch.library.opcheck(ops.swiglu_fwd.default, pair)
-    if not requires_grad:
-        torch.library.opcheck(ops.swiglu_bwd.default, (dy, *pair, biased))
-
-
 @by_dtype
-def test_autocast_is_that_of_the_linear_map(device, dtype):
-    inputs, dy = make_linear((9, 40), 24, device, dtype, biased=True)
-    short = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
-    with torch.autocast(device, short):
-        found = results(swiglu_linear, inputs, dy.to(dtype if dtype.itemsize == 8 else short))
-        assert torch.equal(swiglu(*inputs[:2]), swiglu(*inputs[:2]))
-        assert swiglu(*inputs[:2]).dtype == dtype
-    cast = short if dtype.itemsize < 8 else dtype
-    expected = results(swiglu_linear, [t.to(cast) for t in inputs], dy.to(cast))
-    assert [t.dtype for t in found] == [cast, *[dtype] * 4]
-    for got, want in zip(found, expected, strict=True):
-        assert torch.equal(got, want.to(got.dtype))
-
-
-def test_backward_under_autocast_is_in_the_dtypes_of_forward(device):
-    inputs, dy = make_linear((9, 40), 24, device, torch.float32, biased=True)
-    leaves = [t.requires_grad_() for t in inputs]
-    expected = results(swiglu_linear, inputs, dy)[1:]
-    y = swiglu_linear(*leaves)
-    with torch.autocast(device, torch.bfloat16):
-        found = torch.autograd.grad(y, leaves, dy)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@by_dtype
-def test_plain_operations_round_once(dtype):
-    gate, up, _ = make((50, 100), "cpu", dtype)
+def test_results_are_rounded_once(dtype):
+    """Those of plain operations too."""
+    gate, up, dy = make((50, 100), "cpu", dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    expected = plain(gate.to(wide), up.to(wide)).to(dtype)
+    expected = results(swiglu, [gate.to(wide), up.to(wide)], dy.to(wide))
+    for got, want in zip(results(swiglu, [gate, up], dy), expected, strict=True):
+        assert torch.equal(got, want.to(dtype))
+    by_torch = plain(gate.to(wide), up.to(wide)).to(dtype)
     weight = torch.eye(100, dtype=dtype)  # a product with it rounds nothing
-    assert torch.equal(torch.vmap(swiglu)(gate, up), expected)
-    assert torch.equal(torch.vmap(swiglu_linear, (0, 0, None))(gate, up, weight), expected)
+    assert torch.equal(torch.vmap(swiglu)(gate, up), by_torch)
+    assert torch.equal(torch.vmap(swiglu_linear, (0, 0, None))(gate, up, weight), by_torch)
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"), [(swiglu, "swiglu_fwd"), (swiglu_linear, "swiglu_linear")]
+)
+def test_transforms_take_plain_operations_and_the_operators_refuse_them(function, operator):
+    inputs, _ = make_linear((3, 8), 4, "cpu", torch.float64)
+    inputs = inputs[: 2 + (function is swiglu_linear)]
+    call = getattr(ops, operator)
+    name = call.default.name().split("::")[1].removesuffix("_fwd")
+    rest = [*inputs[1:], *[None] * (function is swiglu_linear)]
+
+    def total(f):
+        return lambda gate: f(gate, *inputs[1:]).sum()
+
+    expected = torch.func.grad(total(plain))(inputs[0])
+    assert torch.equal(torch.func.grad(total(function))(inputs[0]), expected)
+    with raises(NotImplementedError, name + ": torch.func transforms"):
+        torch.func.grad(lambda gate: call(gate, *rest).sum())(inputs[0])
+    compiled = torch.compile(torch.func.grad(total(function)), fullgraph=True, backend="aot_eager")
+    assert_close(compiled(inputs[0]), expected, 1e-14)
+    with fwAD.dual_level():
+        dual = fwAD.make_dual(inputs[0], inputs[0].cos())
+        tangents = [fwAD.unpack_dual(f(dual, *inputs[1:])).tangent for f in (function, plain)]
+        assert torch.equal(*tangents)
+        with raises(NotImplementedError, name + ": forward-mode AD"):
+            call(dual, *rest)
+    stacked = torch.stack([inputs[0], inputs[1]])
+    found = torch.vmap(lambda gate: function(gate, *inputs[1:]))(stacked)
+    assert_close(found[1], plain(inputs[1], *inputs[1:]), 1e-14)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+def test_export(strict, grad):
+    mlp, x = GLAMLP(8, 16), normal(2, 5, 8, seed=1, dtype=torch.float32)
+    shapes = ({1: torch.export.Dim("T", min=2)},)
+    with torch.set_grad_enabled(grad):
+        program = torch.export.export(mlp, (x,), dynamic_shapes=shapes, strict=strict)
+    targets = [node.target for node in program.run_decompositions().graph.nodes]
+    assert targets.count(ops.swiglu_fwd.default) == 1
+    longer = normal(2, 9, 8, seed=1, dtype=torch.float32)
+    torch.testing.assert_close(program.module()(longer), mlp(longer))
+
+
+def make_mlp():
+    torch.manual_seed(0)
+    return GLAMLP(24, 40)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_decoded_token_has_one_operator_between_its_products(fused):
+    mlp, x = make_mlp(), torch.randn(3, 1, 24)
+    if fused:
+        fuse_projections(mlp)
+    with torch.no_grad(), Calls() as calls:
+        mlp(x)
+    assert calls.count("swiglu_fwd") == 1 and calls.count("mm") == 3 - fused
+    views = {"t", "view", "_unsafe_view", "split_with_sizes", "split", "as_strided", "slice"}
+    assert set(calls.names()) - views <= {"mm", "swiglu_fwd", "detach"}
+
+
+@pytest.mark.parametrize("change", ["hook", "bias"])
+def test_a_down_projection_that_is_more_than_its_weight_is_called(change):
+    """layers/test_plain_modules.py has what else there may be."""
+    mlp, x, seen = make_mlp(), torch.randn(2, 9, 24), []
+    expected = mlp(x)
+    if change == "hook":
+        mlp.down_proj.register_forward_hook(lambda *_: seen.append(1))
+    else:
+        mlp.down_proj.bias = nn.Parameter(torch.randn(24))
+        expected = expected + mlp.down_proj.bias
+    assert_close(mlp(x), expected, 1e-6)
+    assert seen == [1] * (change == "hook")

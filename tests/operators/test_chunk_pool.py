@@ -243,60 +243,6 @@ def test_going_on_from_a_checkpoint(device):
     assert_close(again, o[:, 128:], 1e-5)
 
 
-# Under torch.compile.
-
-
-@by_packing
-def test_opcheck(device, packed):
-    prompts = Prompts(device, packed)
-    asks, _ = prompts.checkpoints()
-    tokens = (*prompts.tokens.values(), None)
-    rows = tuple(prompts.rows.values())
-    cu_seqlens = prompts.options.get("cu_seqlens")
-    call = (*tokens, prompts.pool, *rows, cu_seqlens, None, False, False)
-    torch.library.opcheck(torch.ops.gla_ext.chunk_gla_.default, call)
-    kept = (64, asks["checkpoints"], asks["checkpoint_slots"], asks.get("checkpoint_cu_starts"))
-    torch.library.opcheck(torch.ops.gla_ext.chunk_gla_.default, (*call, *kept))
-    out = {"out": torch.empty_like(prompts.tokens["v"])}
-    torch.library.opcheck(torch.ops.gla_ext.chunk_gla_.out, (*call, *kept), out)
-
-
-def test_compiled(device):
-    prompts = Prompts(device, True)
-    asks, made = prompts.checkpoints()
-    addresses = prompts.pool.data_ptr(), asks["checkpoints"].data_ptr()
-    compiled = torch.compile(prompts.run, fullgraph=True)
-    assert_same(prompts, compiled(**asks))
-    assert addresses == (prompts.pool.data_ptr(), asks["checkpoints"].data_ptr())
-    for n, count, row in made:
-        assert_close(asks["checkpoints"][row], prompts.prefix(n, count), 1e-6)
-
-
-def test_a_compiled_layer_of_a_pool_is_written_in_place(device):
-    """Of a view of the pool; functionalised, its copy back is all that inductor may leave."""
-    prompts = Prompts(device, False, T=70)
-    whole = prompts.before.new_zeros(P, 3, *prompts.before.shape[1:])
-    whole[:, 1] = prompts.before
-    arguments = prompts.tokens | prompts.options | prompts.rows
-
-    def layer(whole):
-        return chunk_gla_(**arguments, state=whole[:, 1])
-
-    o = torch.compile(layer, fullgraph=True)(whole)
-    expected, pool = prompts.expected()
-    assert torch.equal(o, expected) and torch.equal(whole[:, 1], pool)
-    assert not whole[:, [0, 2]].any()
-
-
-def test_autocast_casts_q_k_v_alone(device):
-    prompts, plain = Prompts(device, True), Prompts(device, True)
-    plain.tokens |= {name: plain.tokens[name].bfloat16() for name in "qkv"}
-    with torch.autocast(device, dtype=torch.bfloat16):
-        o = prompts.run()
-    assert o.dtype == torch.bfloat16
-    assert torch.equal(o, plain.run()) and torch.equal(prompts.pool, plain.pool)
-
-
 def test_batch_invariance(device):
     """A sequence's o and state are the same alone and packed among others, one of them skipped."""
     with batch_invariant():

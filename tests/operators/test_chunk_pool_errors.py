@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-import torch.autograd.forward_ad as fwAD
 from common import make_inputs
 
 from gla_ext import chunk_gla_
@@ -139,29 +138,6 @@ def test_packed_checkpoints_need_their_offsets():
         call(x, cu_seqlens=x.cu_seqlens, checkpoint_every=64, checkpoint_slots=indices(0, 1))
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "g", "state", "checkpoints"])
-def test_no_gradient_is_lost(x, name):
-    kept = torch.zeros(4, 2, 8, 12)
-    tensors = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "state": x.initial_state}
-    tensors["checkpoints"] = kept
-    changes = {name: tensors[name].requires_grad_(), "checkpoint_every": 64}
-    changes = {"checkpoints": kept} | changes
-    with raises(NotImplementedError, f"chunk_gla_: a pool of states has no gradient, {ADVICE}"):
-        call(x, **changes)
-    with torch.no_grad():
-        call(x, **changes)
-
-
-@pytest.mark.parametrize("name", ["q", "state", "checkpoints", "out"])
-def test_no_tangent_is_lost(x, name):
-    tensors = {"q": x.q, "state": x.initial_state, "out": torch.zeros(2, 130, 2, 12)}
-    tensors |= {"checkpoints": torch.zeros(4, 2, 8, 12)}
-    message = "chunk_gla_: forward-mode AD is not supported, use reverse mode (backward)"
-    with fwAD.dual_level(), raises(NotImplementedError, message):
-        tensors[name] = fwAD.make_dual(tensors[name], tensors[name])
-        call(x, **tensors, checkpoint_every=64)
-
-
 def test_out(x):
     """Checked as o is, and apart from every input."""
     wide, kept = torch.zeros(2, 130, 2, 24), torch.zeros(4, 2, 8, 12)
@@ -186,30 +162,6 @@ def test_out(x):
             call(x, **given, out=out)
     with raises(NotImplementedError, f"chunk_gla_: a pool of states has no gradient, {ADVICE}"):
         call(x, out=tokens.requires_grad_())
-
-
-def test_autograd_knows_of_the_write(x):
-    weight = torch.ones(2, 2, 8, 12, requires_grad=True)
-    loss = (weight * x.initial_state).sum()
-    call(x)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_versions(x, mode):
-    kept, out = torch.zeros(4, 2, 8, 12), torch.zeros(2, 130, 2, 12)
-    with mode():
-        call(x)
-        call(x, checkpoint_every=64, checkpoints=kept)
-        call(x, out=out)
-    assert (x.initial_state._version, kept._version, out._version) == (3, 1, 1)
-
-
-def test_vmap(x):
-    message = "chunk_gla_: torch.vmap is not supported, use more rows and slots"
-    with raises(NotImplementedError, message):
-        torch.vmap(lambda state: call(x, state=state))(x.initial_state[None])
 
 
 def test_same_sentence_under_compile(x):

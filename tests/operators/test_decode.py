@@ -7,7 +7,6 @@ from common import CUDA_DTYPES
 
 from gla_ext import reference
 from gla_ext.layers.gate_projection import gate_projection
-from gla_ext.ops.recurrent import recurrent_gla_step_
 
 ops = torch.ops.gla_ext
 EPS = 1e-5
@@ -138,7 +137,7 @@ def test_low_rank_step(device, dtype, v_first, H, HK, K, V, R):
     q, k, v, h, w, b = inputs
     slots[1] = -1
     before = pool.clone()
-    o = low_rank_step(*inputs, pool, slots, v_first)
+    o = low_rank_step(*inputs, pool, slots, v_first, overlaps=v_first)
 
     wide = torch.promote_types(dtype, torch.float32)
     gk = gate_projection(*(x.cpu().to(wide) for x in (h, w, b)), 16.0, -0.4).to(dtype).double()
@@ -157,18 +156,6 @@ def test_low_rank_step(device, dtype, v_first, H, HK, K, V, R):
     untouched = torch.ones(len(pool), dtype=torch.bool, device=device)
     untouched[slots[there]] = False
     assert torch.equal(pool[untouched], before[untouched])
-
-
-@by_dtype
-def test_low_rank_step_is_its_parts(device, dtype):
-    *inputs, pool, slots = step_inputs(device, dtype, 4, 2, 2, 64, 32, 16, True)
-    q, k, v, h, w, b = inputs
-    other = pool.clone()
-    o = low_rank_step(*inputs, pool, slots, True, overlaps=True)
-    gk = gate_projection(h, w, b, 16.0, -0.4).unflatten(-1, (2, 64))
-    expected = recurrent_gla_step_(q, k, v, gk, state=other, slots=slots, state_v_first=True)
-    require_close(o, expected.cpu().double())
-    require_close(pool, other.cpu().double(), 2e-3 if dtype == torch.bfloat16 else 2e-4)
 
 
 @pytest.mark.cuda
@@ -314,58 +301,3 @@ def test_errors(name):
     op, args, error, message = errors()[name]
     with pytest.raises(error, match=f"{op.__name__}.*{message}"):
         op(*args)
-
-
-def arguments(device, dtype=torch.float32):
-    """Of every operator."""
-    draw = Draw(device, dtype)
-    x, r, o, g = draw(2, 1, 64), draw(2, 1, 24), draw(2, 1, 2, 32), draw(2, 1, 64)
-    a, b, w = draw.weight(24, 64), draw.weight(24, 64), draw(32)
-    *inputs, pool, slots = step_inputs(device, dtype, 2, 2, 2, 16, 16, 8, True)
-    return {
-        "norm_linear": (x, None, EPS, [a, b]),
-        "norm_swiglu": (x, None, EPS, a, b),
-        "linear_residual": (x, a, r),
-        "norm_gate_linear_residual": (o, w, EPS, g, a, r),
-        "recurrent_gla_low_rank_step_": (*inputs, 16.0, None, pool, slots, None, True),
-    }
-
-
-NAMES = tuple(arguments("cpu"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_opcheck(device, name, dtype):
-    torch.library.opcheck(getattr(ops, name).default, arguments(device, dtype)[name])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_has_no_gradient(name):
-    args, op = arguments("cpu")[name], getattr(ops, name)
-    args[0].requires_grad_()
-    with pytest.raises(NotImplementedError, match=f"{name}: decoding has no gradient"):
-        op(*args)
-    with torch.no_grad():
-        op(*args)
-
-
-def test_no_gradient_of_a_weight():
-    x, _, _, weights = arguments("cpu")["norm_linear"]
-    weights[1].requires_grad_()
-    with pytest.raises(NotImplementedError, match="norm_linear: decoding has no gradient"):
-        ops.norm_linear(x, None, EPS, weights)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_vmap_is_refused(name):
-    args = arguments("cpu")[name]
-    with pytest.raises(NotImplementedError, match=f"{name}: torch.vmap is not supported"):
-        torch.vmap(lambda x: getattr(ops, name)(x, *args[1:]))(args[0].expand(3, *args[0].shape))
-
-
-def test_the_step_tells_autograd_that_the_pool_changed():
-    *args, pool, slots = step_inputs("cpu", torch.float32, 2, 2, 2, 16, 16, 8, True)
-    version = pool._version
-    low_rank_step(*args, pool, slots, True)
-    assert pool._version == version + 1

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-import torch.autograd.forward_ad as fwAD
 from common import make_inputs
 
 from gla_ext import chunk_gla
@@ -204,25 +203,6 @@ def test_dtensor(x):
         torch.distributed.destroy_process_group()
 
 
-def test_forward_mode(x):
-    message = "chunk_gla: forward-mode AD is not supported, use reverse mode (backward)"
-    with fwAD.dual_level(), raises(NotImplementedError, message):
-        call(x, q=fwAD.make_dual(x.q, x.q))
-    with raises(NotImplementedError, message):
-        torch.func.jvp(lambda q: call(x, q=q)[0], (x.q,), (x.q,))
-
-
-def test_forward_mode_of_the_steps_and_of_backward(x):
-    with fwAD.dual_level():
-        g, dht = fwAD.make_dual(x.g, x.g), fwAD.make_dual(x.dht, x.dht)
-        message = " is not supported, use reverse mode (backward)"
-        with raises(NotImplementedError, "_gate_cumsum: forward-mode AD" + message):
-            ops._gate_cumsum(g, None)
-        args = (x.do, dht, x.q, x.k, x.v, x.g, None, None, None, None, False, False)
-        with raises(NotImplementedError, "chunk_gla_bwd: forward-mode AD" + message):
-            ops.chunk_gla_bwd(*args)
-
-
 def test_missing_tensors(x):
     with raises(TypeError, "chunk_gla: expected k to be a tensor, got None"):
         chunk_gla(x.q, None, x.v, x.g)
@@ -255,26 +235,6 @@ def test_score_grads_needs_a_scale(x):
     with raises(TypeError, "_score_grads: expected scale to be a float (its default, K ** -0.5, "
                 "needs K), got None"):  # fmt: skip
         ops._score_grads(x.do, x.v, None, None)
-
-
-def test_functorch_gradients(x):
-    with pytest.raises(NotImplementedError, match=r"chunk_gla: torch\.func transforms"):
-        torch.func.grad(lambda q: call(x, q=q)[0].sum())(x.q)
-
-
-def test_double_backward(x):
-    q = x.q.requires_grad_()
-    (dq,) = torch.autograd.grad(call(x, q=q)[0].sum(), q, create_graph=True)
-    with raises(NotImplementedError, "chunk_gla: double backward is not supported"):
-        dq.sum().backward()
-
-
-def test_steps_refuse_gradients(x):
-    message = "_gate_cumsum: it has no gradient of its own, call gla_ext.chunk_gla, or this "
-    with pytest.raises(NotImplementedError, match=re.escape(message)):
-        ops._gate_cumsum(x.g.requires_grad_(), None)
-    with torch.no_grad():
-        ops._gate_cumsum(x.g.requires_grad_(), None)
 
 
 def test_steps_check_their_inputs(x):

@@ -117,11 +117,24 @@ def test_convolution():
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_swiglu_and_its_product_count_once(mode):
+def test_operators_that_hold_a_product_count_it_once(mode):
     gate, up, weight = torch.randn(B, 7, 6), torch.randn(B, 7, 6), torch.randn(5, 6)
     with mode():
         weight = weight.clone().requires_grad_(mode is torch.enable_grad)
         assert sum(flops(swiglu_linear, gate, up, weight).values()) == 2 * B * 7 * 6 * 5
+        norm = (up.unflatten(-1, (3, 2)), gate, weight, None, "swish", 1e-5)
+        assert sum(flops(OPS.norm_gate_linear, *norm).values()) == 2 * B * 7 * 6 * 5
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_projections(together):
+    x, weights = torch.randn(B, 7, 6).requires_grad_(), [torch.randn(n, 6) for n in (4, 5)]
+    weights = [w.requires_grad_() for w in weights]
+
+    def call():
+        sum(y.sum() for y in OPS.joint_projection(x, weights, x.dtype, together)).backward()
+
+    assert sum(flops(call).values()) == 3 * 2 * B * 7 * 6 * 9
 
 
 @pytest.mark.parametrize("use_short_conv", [False, True])

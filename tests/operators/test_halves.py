@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from common import assert_close, make_inputs
+from operators import halves
 
 from gla_ext import chunk_gla
 
@@ -17,51 +18,8 @@ def make(B=2, T=70, H=2, K=5, V=3, dtype=torch.float64):
     return x, make_inputs(B, T, H, V, V, dtype, seed=1).g
 
 
-def fold_arguments(dtype=torch.float32):
-    """Of two ranks, the second, whose two rows the first enters."""
-    H, K, V, each = 2, 5, 3, 2
-    own = each * H * (K * V + K + V)
-    generator = torch.Generator().manual_seed(0)
-    summaries = torch.randn(2 * own, generator=generator, dtype=dtype)
-    boundary = torch.randn(each, H, V, K, generator=generator, dtype=dtype)
-    sizes = (each, each, H, K, V)
-    return summaries, None, boundary, 2, *sizes, True, True, True, [1], [1], []
-
-
-def calls(dtype=torch.float32):
-    """The arguments of each operator."""
-    x, gv = make(dtype=dtype)
-    operands = (x.q, x.k, x.v, x.g, gv)
-    none = torch.empty(0, dtype=torch.uint8)
-    grads = (x.do, x.dht)
-    entering = x.q.new_empty(2, 0, 2, 5, 3)
-    return {
-        "summary": (*operands, x.initial_state, 0.3, False, False, True, 0),
-        "apply": (*operands, x.initial_state, 0.3, True, False, False, True, none, 0),
-        "summary_bwd": (*grads, *operands, 0.3, False, False, none, 0),
-        "apply_bwd": (*grads, *operands, x.initial_state, 0.3, False, False, none, entering, none),
-        "fold": fold_arguments(dtype),
-    }
-
-
 def op(name):
     return getattr(ops, f"chunk_gla_{name}").default
-
-
-@pytest.mark.parametrize("name", HALVES)
-def test_opcheck(name):
-    torch.library.opcheck(op(name), calls()[name])
-
-
-@pytest.mark.parametrize("name", HALVES)
-def test_they_refuse_gradients(name):
-    arguments = calls()[name]
-    with_gradient = [arguments[0].requires_grad_(), *arguments[1:]]
-    message = f"chunk_gla_{name}: it has no gradient of its own, call gla_ext.chunk_gla, or this"
-    with pytest.raises(NotImplementedError, match=re.escape(message)):
-        op(name)(*with_gradient)
-    with torch.no_grad():
-        op(name)(*with_gradient)
 
 
 @pytest.mark.parametrize("v_first", [False, True])
@@ -139,7 +97,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD.values(), ids=BAD)
 def test_what_a_fold_refuses(case):
     place, value, error, message = case
-    arguments = list(fold_arguments())
+    arguments = list(halves()["chunk_gla_fold"])
     arguments[place] = value
     with pytest.raises(error, match=re.escape(message)):
         ops.chunk_gla_fold(*arguments)
@@ -150,16 +108,16 @@ def refused(error, sentence):
 
 
 def test_halves_check_their_inputs():
-    arguments = calls()
-    q, k, v, g, gv, h0, *others = arguments["apply"]
+    arguments = halves()
+    q, k, v, g, gv, h0, *others = arguments["chunk_gla_apply"]
     with refused(ValueError, "expected k to have shape [B, T, HK, K] = [2, 70, 2, 5], got"):
         ops.chunk_gla_apply(q, k[:, 1:], v, g, gv, h0, *others)
     with refused(TypeError, "expected initial_state to be torch.float32, got torch.float64"):
         ops.chunk_gla_apply(q, k, v, g, gv, h0.double(), *others)
     with refused(ValueError, "expected v to have shape [B, T, HK, V] = [2, 70, 2, 3], got"):
-        ops.chunk_gla_summary(q, k, v[:1], g, gv, *arguments["summary"][5:])
+        ops.chunk_gla_summary(q, k, v[:1], g, gv, *arguments["chunk_gla_summary"][5:])
     for name in ("summary_bwd", "apply_bwd"):
-        do, dht, *others = arguments[name]
+        do, dht, *others = arguments[f"chunk_gla_{name}"]
         with refused(ValueError, "expected do to have shape [B, T, H, V] = [2, 70, 2, 3], got"):
             op(name)(do[:, 1:], dht, *others)
         with refused(ValueError, "expected dht to have shape [N, H, K, V] = [2, 2, 5, 3], got"):
@@ -189,7 +147,7 @@ def test_what_a_call_across_ranks_refuses(change, message):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_q_k_and_v(dtype):
-    arguments = calls()["apply"]
+    arguments = halves()["chunk_gla_apply"]
     with torch.autocast("cpu", dtype):
         o, state, _ = ops.chunk_gla_apply(*arguments)
     assert o.dtype == dtype and state.dtype == torch.float32

@@ -180,42 +180,6 @@ def test_gradients_of_the_quotient(operator):
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 
 
-def every_form(q, k, v):
-    """Outputs of all of these operators, one after the other."""
-    calls = [
-        functools.partial(chunk_lightning_attn, layer_idx=1, num_layers=4),
-        functools.partial(fused_recurrent_lightning_attn, layer_idx=1, num_layers=4),
-        functools.partial(fused_recurrent_linear_attn, normalize=True),
-        *(chunk_retention, fused_recurrent_retention, chunk_linear_attn),
-    ]
-    return torch.stack([call(q, k, v)[0] for call in calls])
-
-
-def test_compile_whole():
-    x = inputs(positive=True)
-    leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
-    compiled = torch.compile(every_form, fullgraph=True, backend="aot_eager")
-    results, expected = compiled(*leaves), every_form(*leaves)
-    assert torch.equal(results, expected)
-    both = (torch.autograd.grad(o.sum(), leaves) for o in (results, expected))
-    for one, other in zip(*both, strict=True):
-        assert_close(one, other, 1e-6)
-
-
-def test_export():
-    """One program of any number of tokens."""
-
-    class Module(torch.nn.Module):
-        def forward(self, q, k, v):
-            return every_form(q, k, v)
-
-    x, T = inputs(positive=True), torch.export.Dim("T", min=2, max=4096)
-    shapes = {name: {1: T} for name in ("q", "k", "v")}
-    program = torch.export.export(Module(), (x.q, x.k, x.v), dynamic_shapes=shapes)
-    y = inputs(T=33, positive=True)
-    assert torch.equal(program.module()(y.q, y.k, y.v), every_form(y.q, y.k, y.v))
-
-
 @pytest.mark.parametrize("operator", [chunk_linear_attn, fused_recurrent_linear_attn])
 def test_same_bits_alone_and_packed(operator):
     """Of the quotient and of both states."""

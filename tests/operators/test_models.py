@@ -87,6 +87,8 @@ def test_linear_attention():
     o, _ = fused_recurrent_linear_attn(phi_q, phi_k, v, normalize=True)
     assert_close(chunk_linear_attn(phi_q, phi_k, v)[0], expected, 1e-8)
     assert_close(o, expected, 1e-8)
+    *o, sums = chunk_gla(phi_q, phi_k, pad(v, (0, 1), value=1.0), None)[0].split([V, 1], -1)
+    assert_close(o[0] / sums, expected, 1e-12)
     # Decoded, a column of ones beside v brings the sums that divide.
     *o, sums = decoded(phi_q, phi_k, pad(v, (0, 1), value=1.0)).split([V, 1], -1)
     assert_close(o[0] / sums, expected, 1e-12)

@@ -1,10 +1,21 @@
-"""The registered operators: schemas, dispatch keys, opcheck."""
+"""The registered operators: schemas, dispatch keys, opcheck, and what each says of gradients."""
+
+import re
 
 import pytest
 import torch
-from common import make_inputs
+import torch.autograd.forward_ad as fwAD
+from operators import (
+    decoding,
+    differentiable,
+    halves,
+    overload,
+    pools,
+    steps,
+    without_gradient,
+)
 
-from gla_ext import _C
+from gla_ext import _C, chunk_gla, fused_recurrent_gla
 
 ops = torch.ops.gla_ext
 
@@ -144,11 +155,6 @@ SCHEMAS = {
 }
 
 
-def overload(name):
-    name, _, variant = name.partition(".")
-    return getattr(getattr(ops, name), variant or "default")
-
-
 def registered():
     prefix = "gla_ext::"
     names = torch._C._dispatch_get_all_op_names()
@@ -194,72 +200,166 @@ def test_autocast_key(key):
         assert has == expected, name
 
 
-def call_arguments(device, requires_grad, packed, optionals, dtype=torch.float32):
-    lengths = (30, 0, 36) if packed else None
-    x = make_inputs(
-        *(1 if packed else 2, 70, 2, 8, 12, dtype), states=optionals, lengths=lengths, device=device
-    )
-    if requires_grad:
-        x = x.map(lambda t: t.requires_grad_())
-    return x
+# opcheck.
 
 
-OPTIONS = [
-    pytest.param(requires_grad, packed, optionals, id=f"{requires_grad=}-{packed=}-{optionals=}")
-    for requires_grad in (False, True)
-    for packed in (False, True)
-    for optionals in (False, True)
-]
+def opcheck(name, arguments):
+    keywords = arguments[-1] if isinstance(arguments[-1], dict) else {}
+    torch.library.opcheck(overload(name), arguments[: len(arguments) - bool(keywords)], keywords)
 
 
-@pytest.mark.parametrize("requires_grad, packed, optionals", OPTIONS)
-def test_opcheck_forward(device, requires_grad, packed, optionals):
-    x = call_arguments(device, requires_grad, packed, optionals)
-    scale = 0.3 if optionals else None
-    flags = (optionals, optionals, packed)  # final state, v-first, invariant
-    h0 = x.initial_state
-    if optionals:
-        h0 = h0.detach().transpose(2, 3).contiguous().requires_grad_(requires_grad)
-    torch.library.opcheck(
-        ops.chunk_gla_fwd.default, (x.q, x.k, x.v, x.g, None, h0, x.cu_seqlens, scale, *flags)
-    )
+by_packing = pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("optionals", [False, True])
-def test_opcheck_backward(device, packed, optionals):
-    x = call_arguments(device, False, packed, optionals, torch.bfloat16)
-    inputs = (x.do, x.dht, x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens)
-    torch.library.opcheck(ops.chunk_gla_bwd.default, (*inputs, None, False, False))
+@by_packing
+@pytest.mark.parametrize("name", differentiable("cpu", False))
+def test_opcheck_of_gradients(device, name, packed):
+    """The inputs of forward want gradients where they are packed."""
+    dtype = torch.float32 if "fwd" in name else torch.bfloat16
+    arguments = differentiable(device, packed, dtype)[name]
+    if packed and "fwd" in name:
+        arguments = [wanting(x) if floating(x) else x for x in arguments]
+    opcheck(name, arguments)
 
 
-def step_calls(device, packed, optionals):
-    """The arguments of every step, each fed with what the steps before it returned."""
-    x = call_arguments(device, False, packed, optionals)
-    cu, scale = x.cu_seqlens, 0.3 if optionals else 8**-0.5
-    h0, dht = x.initial_state, x.dht
-    b = ops._gate_cumsum(x.g, cu)
-    S, _ = ops._chunk_states(x.k, x.v, b, h0, cu, False)
-    A = ops._scores_off_diagonal(x.q, x.k, b, cu, scale)
-    A_diagonal = ops._scores_diagonal(x.q, x.k, b, cu, scale)
-    dS, _ = ops._state_grads(x.q, x.do, b, dht, cu, scale, False)
-    dA = ops._score_grads(x.do, x.v, cu, scale)
-    intra = ops._intra_grads(x.q, x.k, b, dA, cu)
-    return {
-        "_gate_cumsum": (x.g, cu),
-        "_chunk_states": (x.k, x.v, b, h0, cu, False),
-        "_scores_off_diagonal": (x.q, x.k, b, cu, scale),
-        "_scores_diagonal": (x.q, x.k, b, cu, scale),
-        "_output": (x.q, x.v, b, A, A_diagonal, S, cu, scale),
-        "_state_grads": (x.q, x.do, b, dht, cu, scale, False),
-        "_value_grads": (x.k, x.do, b, A, A_diagonal, dS, cu),
-        "_score_grads": (x.do, x.v, cu, scale),
-        "_intra_grads": (x.q, x.k, b, dA, cu),
-        "_merge_grads": (x.q, x.k, x.v, x.do, b, S, dS, *intra, cu, scale),
-    }
+@by_packing
+@pytest.mark.parametrize("name", [*steps("cpu", False), *pools("cpu", False)])
+def test_opcheck_of_steps_and_pools(device, name, packed):
+    opcheck(name, (steps if name.startswith("_") else pools)(device, packed)[name])
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEMAS if name.startswith("_")])
-@pytest.mark.parametrize("packed, optionals", [(False, False), (True, True)])
-def test_opcheck_steps(device, name, packed, optionals):
-    torch.library.opcheck(overload(name), step_calls(device, packed, optionals)[name])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", decoding("cpu"))
+def test_opcheck_of_decoding(device, name, dtype):
+    opcheck(name, decoding(device, dtype)[name])
+
+
+@pytest.mark.parametrize("name", halves())
+def test_opcheck_of_halves(name):
+    opcheck(name, halves()[name])
+
+
+# What autograd, functorch and forward mode are told.
+
+
+def floating(x):
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def wanting(x):
+    return x.detach().requires_grad_()
+
+
+def replaced(arguments, change):
+    """The arguments with one tensor after the other changed."""
+    for i, x in enumerate(arguments):
+        if floating(x):
+            yield (*arguments[:i], change(x), *arguments[i + 1 :])
+        elif isinstance(x, list) and all(map(floating, x)):
+            for j, y in enumerate(x):
+                yield (*arguments[:i], [*x[:j], change(y), *x[j + 1 :]], *arguments[i + 1 :])
+        elif isinstance(x, dict):
+            yield (*arguments[:i], {name: change(y) for name, y in x.items()})
+
+
+def call(name, arguments):
+    keywords = arguments[-1] if isinstance(arguments[-1], dict) else {}
+    return overload(name)(*arguments[: len(arguments) - bool(keywords)], **keywords)
+
+
+POOL = "recurrent_gla_step_", "recurrent_gla_verify", "recurrent_gla_commit_"
+SENTENCES = {  # by how a name begins
+    **dict.fromkeys(POOL, "decoding on a pool has no gradient, call gla_ext.fused_recurrent_gla, "),
+    **dict.fromkeys(decoding("cpu"), "decoding has no gradient, run it under torch.no_grad()"),
+    "chunk_gla_:": "a pool of states has no gradient, call gla_ext.chunk_gla, or run it under ",
+}
+OWN = "it has no gradient of its own, call gla_ext.chunk_gla, or this under torch.no_grad()"
+
+
+@pytest.mark.parametrize("name", without_gradient())
+def test_no_gradient_is_lost(name):
+    """Whichever tensor wants one."""
+    operator = name.partition(".")[0].partition(":")[0]
+    sentence = SENTENCES.get("chunk_gla_:" if operator == "chunk_gla_" else operator, OWN)
+    for arguments in replaced(without_gradient()[name], wanting):
+        with pytest.raises(NotImplementedError, match=re.escape(f"{operator}: {sentence}")):
+            call(name, arguments)
+        with torch.no_grad():
+            call(name, arguments)
+
+
+TANGENT = "forward-mode AD is not supported, use reverse mode (backward)"
+
+
+@pytest.mark.parametrize(
+    "name", ["chunk_gla_fwd: both", "recurrent_gla_fwd: both", *without_gradient()]
+)
+def test_no_tangent_is_lost(name):
+    given = (without_gradient() | differentiable("cpu", False))[name]
+    with fwAD.dual_level():
+        for arguments in replaced(given, lambda x: fwAD.make_dual(x, x)):
+            with pytest.raises(NotImplementedError, match=re.escape(TANGENT)):
+                call(name, arguments)
+
+
+@pytest.mark.parametrize("operator", [chunk_gla, fused_recurrent_gla])
+def test_what_autograd_does_not_do(operator):
+    name = operator.__name__
+    q, k, v, g = (torch.randn(1, 5, 2, 4) for _ in range(4))
+    with pytest.raises(NotImplementedError, match=re.escape(f"{name}: {TANGENT}")):
+        torch.func.jvp(lambda q: operator(q, k, v, -g.abs())[0], (q,), (q,))
+    with pytest.raises(NotImplementedError, match=rf"{name}: torch\.func transforms"):
+        torch.func.grad(lambda q: operator(q, k, v, g)[0].sum())(q)
+    q.requires_grad_()
+    (dq,) = torch.autograd.grad(operator(q, k, v, g)[0].sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=f"^{name}: double backward is not supported$"):
+        dq.sum().backward()
+
+
+IN_PLACE = [name for name in without_gradient() if name.endswith("_")]
+
+
+@pytest.mark.parametrize("name", [*IN_PLACE, *decoding("cpu")])
+def test_vmap_is_refused(name):
+    arguments = without_gradient()[name]
+    first = next(i for i, x in enumerate(arguments) if floating(x))
+    message = f"{name}: torch.vmap is not supported"
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        torch.vmap(lambda x: call(name, (*arguments[:first], x, *arguments[first + 1 :])))(
+            arguments[first].expand(3, *arguments[first].shape)
+        )
+
+
+# Tensors that are written.
+
+
+def written(name, arguments):
+    """The tensors that the operator's schema says it writes, and the others."""
+    found, others = [], []
+    keywords = arguments[-1] if isinstance(arguments[-1], dict) else {}
+    for i, argument in enumerate(overload(name)._schema.arguments):
+        x = keywords.get(argument.name, arguments[i] if i < len(arguments) else None)
+        if isinstance(x, torch.Tensor):
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            (found if writes else others).append(x)
+    return found, others
+
+
+WRITING = [name for name in without_gradient() if written(name, without_gradient()[name])[0]]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", WRITING)
+def test_autograd_knows_of_the_writes(name, mode):
+    arguments = without_gradient()[name]
+    found, others = written(name, arguments)
+    weights = [torch.ones_like(x).requires_grad_() for x in found]
+    losses = [(weight * x).sum() for weight, x in zip(weights, found, strict=True)]
+    versions = [x._version for x in found], [x._version for x in others]
+    with mode():
+        call(name, arguments)
+    assert [x._version for x in found] == [n + 1 for n in versions[0]]
+    assert [x._version for x in others] == versions[1]
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

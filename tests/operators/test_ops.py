@@ -4,13 +4,13 @@ import inspect
 import threading
 
 import pytest
-import torch
 from common import make_inputs
 from models import BATCH_INVARIANT_ARGUMENT
 
 import gla_ext
-from gla_ext import batch_invariant, chunk_gla, fused_chunk_gla
+from gla_ext import batch_invariant, chunk_gla, fused_chunk_gla, fused_recurrent_gla
 from gla_ext.ops import chunk as ops
+from gla_ext.ops import chunk_simple_gla, fused_chunk_simple_gla
 
 
 @pytest.fixture
@@ -27,42 +27,27 @@ def passed_on(monkeypatch):
     return calls
 
 
+FLAS = {
+    chunk_gla: "q k v g scale=None initial_state=None output_final_state=False state_v_first=False "
+    "cu_seqlens=None cu_seqlens_cpu=None gv=None cp_context=None",
+    fused_recurrent_gla: "q k v gk=None gv=None scale=None initial_state=None "
+    "output_final_state=False reverse=False state_v_first=False cu_seqlens=None kwargs",
+}
+
+
+@pytest.mark.parametrize("operator, expected", FLAS.items())
+def test_signature_is_flas(operator, expected):
+    parameters = inspect.signature(operator).parameters
+    given = {n: "" if p.default is p.empty else f"={p.default}" for n, p in parameters.items()}
+    assert " ".join(name + default for name, default in given.items()) == expected
+    keywords = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+    assert keywords == (["gv", "cp_context"] if operator is chunk_gla else [])
+    assert fused_chunk_gla is chunk_gla and fused_chunk_simple_gla is chunk_simple_gla
+
+
 def call():
     x = make_inputs(1, 3, 1, 2, 2)
     return chunk_gla(x.q, x.k, x.v, x.g)
-
-
-def test_signature_is_flas():
-    parameters = inspect.signature(chunk_gla).parameters
-    positional = {
-        name: p.default for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD
-    }
-    empty = inspect.Parameter.empty
-    assert positional == {
-        **dict.fromkeys("qkvg", empty),
-        "scale": None,
-        "initial_state": None,
-        "output_final_state": False,
-        "state_v_first": False,
-        "cu_seqlens": None,
-        "cu_seqlens_cpu": None,
-    }
-    assert [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY] == ["gv", "cp_context"]
-    assert fused_chunk_gla is chunk_gla
-
-
-def test_final_state_is_none_unless_asked_for():
-    x = make_inputs(1, 3, 1, 2, 2)
-    assert chunk_gla(x.q, x.k, x.v, x.g)[1] is None
-    assert chunk_gla(x.q, x.k, x.v, x.g, output_final_state=True)[1].shape == (1, 1, 2, 2)
-
-
-def test_cu_seqlens_cpu_changes_no_bit():
-    x = make_inputs(1, 100, 2, 8, 8, lengths=(30, 50))
-    args = {"initial_state": x.initial_state, "cu_seqlens": x.cu_seqlens}
-    plain, _ = chunk_gla(x.q, x.k, x.v, x.g, **args)
-    checked, _ = chunk_gla(x.q, x.k, x.v, x.g, **args, cu_seqlens_cpu=x.cu_seqlens.int())
-    assert torch.equal(plain, checked)
 
 
 def test_batch_invariant_nests_and_ends(passed_on):

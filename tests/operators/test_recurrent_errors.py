@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-import torch.autograd.forward_ad as fwAD
 from recurrence import make_recurrence
 
 from gla_ext import (
@@ -77,18 +76,6 @@ def test_devices_and_layouts(x):
         call(x, q=x.q.to_sparse())
     with raises(TypeError, NAME + "k to be a tensor, got None"):
         call(x, k=None)
-
-
-def test_what_autograd_does_not_do(x):
-    message = "fused_recurrent_gla: forward-mode AD is not supported, use reverse mode (backward)"
-    with fwAD.dual_level(), raises(NotImplementedError, message):
-        call(x, gv=fwAD.make_dual(x.gv, x.gv))
-    with pytest.raises(NotImplementedError, match=r"fused_recurrent_gla: torch\.func transforms"):
-        torch.func.grad(lambda q: call(x, q=q)[0].sum())(x.q)
-    q = x.q.requires_grad_()
-    (dq,) = torch.autograd.grad(call(x, q=q)[0].sum(), q, create_graph=True)
-    with raises(NotImplementedError, "fused_recurrent_gla: double backward is not supported"):
-        dq.sum().backward()
 
 
 def test_backward_operator_checks_its_inputs(x):
@@ -256,49 +243,6 @@ def test_accepted(x):
         )
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "gk", "gv", "initial_state"])
-def test_no_gradient_is_lost(x, name):
-    getattr(x, name).requires_grad_()
-    advice = ": decoding on a pool has no gradient, call gla_ext.fused_recurrent_gla, or run it "
-    with raises(NotImplementedError, f"recurrent_gla_step_{advice}under torch.no_grad()"):
-        step(x)
-    arguments = x.leaves()
-    state = arguments.pop("initial_state")
-    with raises(NotImplementedError, f"recurrent_gla_verify{advice}under torch.no_grad()"):
-        recurrent_gla_verify(**arguments, state=state)
-    if name != "q":
-        del arguments["q"]
-        accepted = torch.ones(2, dtype=torch.int64)
-        with raises(NotImplementedError, f"recurrent_gla_commit_{advice}under torch.no_grad()"):
-            recurrent_gla_commit_(**arguments, state=state, accepted=accepted)
-    with torch.no_grad():
-        step(x)
-
-
-def test_autograd_knows_of_the_write(x):
-    weight = torch.ones(2, 4, 8, 12, requires_grad=True)
-    loss = (weight * x.initial_state).sum()
-    step(x)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_versions_of_the_pool(x, mode):
-    state, out = x.initial_state, torch.empty_like(x.v)
-    with mode():
-        versions = [state._version]
-        step(x)
-        versions.append(state._version)
-        verify(x)
-        versions.append(state._version)
-        commit(x)
-        versions.append(state._version)
-        step(x, out=out)
-        versions += [state._version, out._version]
-    assert versions == [0, 1, 1, 2, 3, 1]
-
-
 def test_pool_made_in_inference_mode(x):
     with torch.inference_mode():
         state = x.initial_state.clone()
@@ -333,15 +277,6 @@ def test_dtensor(x):
             commit(x, accepted=distributed(indices))
     finally:
         torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("call", [step, commit])
-def test_vmap_over_a_write(x, call):
-    message = (
-        f"recurrent_gla_{call.__name__}_: torch.vmap is not supported, use more rows and slots"
-    )
-    with raises(NotImplementedError, message):
-        torch.vmap(lambda state: call(x, state=state))(x.initial_state[None])
 
 
 def test_same_sentence_under_compile(x):

@@ -91,41 +91,6 @@ def test_commit_of_ragged_drafts(device, index_dtype, state_dtype, state_v_first
     assert torch.equal(drafts.pool, expected)
 
 
-def round_of(arguments, accepted, out=None):
-    o = recurrent_gla_verify(**arguments, out=out)
-    recurrent_gla_commit_(**{n: t for n, t in arguments.items() if n != "q"}, accepted=accepted)
-    return o * 2
-
-
-def test_ragged_round_under_compile(device):
-    eager, graph = Ragged(device), Ragged(device)
-    accepted = torch.tensor([1, 1, 0, 0, 20, 2, 4], device=device)
-    o = round_of(eager.arguments(), accepted)
-    compiled = torch.compile(round_of, fullgraph=True, dynamic=True)
-    assert torch.equal(compiled(graph.arguments(), accepted), o)
-    assert torch.equal(graph.pool, eager.pool)
-
-
-def test_compiled_round_copies_no_pool(device):
-    """Verification into an output and commit are an operator each in inductor's code."""
-    from torch._inductor.utils import run_and_get_code
-
-    drafts, plain = Ragged(device), Ragged(device)
-    accepted = torch.tensor([1, 1, 0, 0, 20, 2, 4], device=device)
-    out = torch.empty_like(drafts.tokens["v"])
-
-    def call(tokens, pool, out):
-        round_of(drafts.arguments() | tokens | {"state": pool}, accepted, out)
-
-    compiled = torch.compile(call, fullgraph=True)
-    _, (code,) = run_and_get_code(compiled, drafts.tokens, drafts.pool, out)
-    assert code.count("recurrent_gla_verify.out(") == 1
-    assert code.count("recurrent_gla_commit_.default(") == 1
-    assert "empty_strided" not in code.split("def call(")[1]
-    assert torch.equal(out * 2, round_of(plain.arguments(), accepted))
-    assert torch.equal(drafts.pool, plain.pool)
-
-
 @by_dtype
 @pytest.mark.parametrize("layout", ["contiguous", "wider rows", "heads first"])
 def test_out(device, layout, dtype):
@@ -166,18 +131,6 @@ def test_wrong_offsets_stay_inside():
         arguments = drafts.arguments() | {"cu_seqlens": torch.tensor(offsets, device="cuda")}
         assert recurrent_gla_verify(**arguments).shape == (1, 54, 2, 40)
     torch.cuda.synchronize()
-
-
-def test_opcheck(device):
-    drafts = Ragged(device)
-    packed, rest = tuple(drafts.tokens.values()), (drafts.pool, drafts.slots)
-    accepted = torch.tensor([1] * 7, device=device)
-    arguments = (*packed, *rest, None, False, drafts.cu_seqlens)
-    torch.library.opcheck(ops.recurrent_gla_verify.default, arguments)
-    out = {"out": torch.empty_like(drafts.tokens["v"])}
-    torch.library.opcheck(ops.recurrent_gla_verify.out, arguments, out)
-    ends = (accepted, False, drafts.cu_seqlens, drafts.slots + 7)
-    torch.library.opcheck(ops.recurrent_gla_commit_.default, (*packed[1:], *rest, *ends))
 
 
 @pytest.mark.cuda

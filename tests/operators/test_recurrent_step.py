@@ -130,16 +130,6 @@ def test_strides(device, layout, state_v_first):
 
 @by_dtype
 @by_layout
-@pytest.mark.parametrize("T", [2, 5, 16])
-def test_verify_writes_nothing(device, T, state_v_first, dtype):
-    server = Server(device, T, dtype, state_v_first=state_v_first)
-    o = recurrent_gla_verify(**server.arguments())
-    assert torch.equal(server.pool, server.before)
-    assert_verified(o, recurrent_gla_step_(**server.arguments()))
-
-
-@by_dtype
-@by_layout
 @by_gating
 @pytest.mark.parametrize("accepted_dtype", [torch.int32, torch.int64], ids=str)
 def test_commit_of_what_is_accepted(device, accepted_dtype, gating, state_v_first, dtype):
@@ -189,62 +179,6 @@ def test_speculation_equals_decoding(device):
         done += count
     assert done == T
     assert torch.equal(server.pool, pool)
-
-
-# Under torch.compile.
-
-
-def opcheck(op, *arguments):
-    torch.library.opcheck(op.default, arguments)
-
-
-@pytest.mark.parametrize("T", [1, 3])
-@by_layout
-def test_opcheck(device, state_v_first, T):
-    server = Server(device, T, state_v_first=state_v_first)
-    tokens, rest = tuple(server.tokens.values()), (server.pool, server.slots)
-    accepted = torch.tensor([1] * 6, device=device)
-    opcheck(ops.recurrent_gla_step_, *tokens, *rest, None, state_v_first)
-    opcheck(ops.recurrent_gla_verify, *tokens, *rest, 0.3, state_v_first)
-    opcheck(ops.recurrent_gla_commit_, *tokens[1:], *rest, accepted, state_v_first)
-    own = (tokens[0], *tokens[1:3], None, None)
-    opcheck(ops.recurrent_gla_step_, *own, server.pool[:6], None, None, state_v_first)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_step(device, backend):
-    compiled = torch.compile(recurrent_gla_step_, fullgraph=True, backend=backend)
-    server, address = Server(device, 1), None
-    address = server.pool.data_ptr()
-    o = compiled(**server.arguments())
-    expected, pool = server.expected()
-    assert torch.equal(o[server.valid], expected)
-    assert torch.equal(server.pool, pool) and server.pool.data_ptr() == address
-
-
-def test_compiled_round_of_speculation(device):
-    def round_of(server, accepted):
-        o = recurrent_gla_verify(**server.arguments())
-        recurrent_gla_commit_(**server.arguments("q"), accepted=accepted)
-        return o * 2
-
-    accepted = torch.tensor([1, 0, 2, 3, 0, 1], device=device)
-    server, graph = Server(device, 3), Server(device, 3)
-    o = round_of(server, accepted)
-    assert torch.equal(torch.compile(round_of, fullgraph=True)(graph, accepted), o)
-    assert torch.equal(graph.pool, server.pool)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_autocast_casts_q_k_v_alone(device, compiled):
-    server, plain = Server(device, 1), Server(device, 1)
-    call = torch.compile(recurrent_gla_step_, fullgraph=True) if compiled else recurrent_gla_step_
-    with torch.autocast(device, dtype=torch.bfloat16):
-        o = call(**server.arguments())
-    short = {n: plain.tokens[n].bfloat16() for n in "qkv"}
-    assert o.dtype == torch.bfloat16
-    assert torch.equal(o, recurrent_gla_step_(**(plain.arguments() | short)))
-    assert torch.equal(server.pool, plain.pool)
 
 
 def test_bf16_state_rounds_nothing(device):

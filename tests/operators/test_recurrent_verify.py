@@ -181,8 +181,11 @@ def test_pool_of_more_than_int32_elements():
     slots = torch.tensor([8192, 0], device="cuda")
     pool[slots] = x.initial_state
     tokens = {n: getattr(x, n) for n in ("q", "k", "v", "gk", "gv")}
-    o = recurrent_gla_verify(**tokens, state=pool, slots=slots)
-    assert torch.equal(o, recurrent_gla_verify(**tokens, state=x.initial_state))
+    for call in (recurrent_gla_verify, recurrent_gla_step_):
+        states = x.initial_state.clone()
+        o = call(**tokens, state=pool, slots=slots)
+        assert torch.equal(o, call(**tokens, state=states))
+        assert torch.equal(pool[slots], states)
     assert not pool[1:8192].any()
 
 

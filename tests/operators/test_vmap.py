@@ -7,13 +7,23 @@ import torch
 from common import make_inputs, run_python
 from models import EVERY, make_layer
 
-from gla_ext import chunk_gla, fused_recurrent_gla, recurrent_gla_verify
+from gla_ext import chunk_gla, chunk_simple_gla, fused_recurrent_gla, recurrent_gla_verify
 from gla_ext.layers.norms import rms_norm
 from gla_ext.layers.short_convolution import ShortConvolution
 
 ops = torch.ops.gla_ext
 N = 3
-OPERATORS = [chunk_gla, fused_recurrent_gla]
+
+
+def gated_values(q, k, v, g, **options):
+    return chunk_gla(q, k, v, g, gv=-v.abs(), **options)
+
+
+def one_gate_a_head(q, k, v, g, **options):
+    return chunk_simple_gla(q, k, v, g[..., 0], **options)
+
+
+OPERATORS = [chunk_gla, fused_recurrent_gla, gated_values, one_gate_a_head]
 
 
 @pytest.fixture

@@ -6,28 +6,33 @@ from plans import cpu_plan
 SHAPE = {"B": 4, "T": 2048, "H": 4, "K": 64, "V": 128}
 
 
-def test_enough_sequences_sweep():
-    plan = cpu_plan(**SHAPE, threads=2)
-    assert (plan["path"], plan["mode"]) == ("cpu", "sweep")
-    assert (plan["tasks"], plan["threads"], plan["state_bytes"]) == (16, 2, 0)
+STATE = 64 * 128  # numbers
+PLANS = {  # change of the call: mode, tasks, threads, bytes of states
+    "enough sequences": ({"threads": 2}, ("sweep", 16, 2, 0)),
+    "too few": ({"B": 1, "threads": 16}, ("materialised", 4 * 32, 16, 4 * 32 * STATE * 4)),
+    "enough packed ones": ({"B": 1, "N": 8, "threads": 16}, ("sweep", 32, 16, 0)),
+    "packed ones share the tokens": (
+        {"B": 1, "T": 65536, "N": 32, "threads": 512},
+        ("materialised", 4 * (65536 // 64 + 32), 512, 4 * (65536 // 64 + 32) * STATE * 4),
+    ),
+    **{
+        f"states in {dtype}": (
+            {"B": 1, "threads": 16, "dtype": dtype},
+            ("materialised", 4 * 32, 16, 4 * 32 * STATE * each),
+        )
+        for dtype, each in (("bfloat16", 2), ("float16", 4), ("float64", 8))
+    },
+    "nothing": ({"B": 0, "T": 0, "threads": 2}, ("sweep", 0, 1, 0)),
+}
 
 
-def test_too_few_sequences_materialise():
-    plan = cpu_plan(**{**SHAPE, "B": 1}, threads=16)
-    assert (plan["mode"], plan["tasks"], plan["threads"]) == ("materialised", 4 * 32, 16)
-    assert plan["state_bytes"] == 4 * 32 * 64 * 128 * 4
-
-
-def test_packed_sequences_share_the_tokens():
-    plan = cpu_plan(B=1, T=65536, H=4, K=64, V=64, N=32, threads=512)
-    assert (plan["mode"], plan["tasks"]) == ("materialised", (65536 // 64 + 32) * 4)
-    assert plan["state_bytes"] == plan["tasks"] * 64 * 64 * 4
-
-
-@pytest.mark.parametrize("dtype, each", [("bfloat16", 2), ("float16", 4), ("float64", 8)])
-def test_states_in_the_dtype_they_are_kept_in(dtype, each):
-    plan = cpu_plan(**{**SHAPE, "B": 1}, threads=16, dtype=dtype)
-    assert plan["state_bytes"] == 4 * 32 * 64 * 128 * each
+@pytest.mark.parametrize("change, expected", PLANS.values(), ids=PLANS)
+def test_plans(change, expected):
+    plan = cpu_plan(**SHAPE | change)
+    assert plan["path"] == "cpu"
+    assert tuple(plan[n] for n in ("mode", "tasks", "threads", "state_bytes")) == expected
+    gated = cpu_plan(**SHAPE | change, value_gated=True)
+    assert not expected[1] or gated["workspace_bytes"] > plan["workspace_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -36,16 +41,13 @@ def test_states_in_the_dtype_they_are_kept_in(dtype, each):
         ({"T": -1}, "expected B, T, H, N >= 0 and K, V, threads >= 1"),
         ({"K": 0}, "expected B, T, H, N >= 0 and K, V, threads >= 1"),
         ({"N": 3}, "expected B = 1 with N packed sequences, got 4"),
+        ({"device": "mps"}, "expected device 'cpu' or 'cuda', got 'mps'"),
         ({"dtype": "int8"}, "expected dtype bfloat16, float16, float32 or float64, got int8"),
     ],
 )
 def test_bad_arguments(change, message):
     with pytest.raises(ValueError, match=f"plan: {message}"):
         cpu_plan(**{**SHAPE, **change})
-
-
-def test_packed_sequences_count():
-    assert cpu_plan(**{**SHAPE, "B": 1}, N=8, threads=16)["mode"] == "sweep"
 
 
 def test_backward_states():
@@ -78,13 +80,3 @@ def test_memory_is_linear_in_T():
         for T in (4096, 8192, 16384)
     ]
     assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0])
-
-
-def test_unknown_device():
-    with pytest.raises(ValueError, match="plan: expected device 'cpu' or 'cuda', got 'mps'"):
-        cpu_plan(**SHAPE, device="mps")
-
-
-def test_zero_sizes():
-    plan = cpu_plan(B=0, T=0, H=4, K=8, V=8, threads=2)
-    assert plan["tasks"] == 0 and plan["threads"] == 1

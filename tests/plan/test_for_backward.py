@@ -3,6 +3,15 @@
 import pytest
 from plans import BATCH, full_plan, reads_prepared, sweeps_gradients
 
+
+def alone_and_kept(change):
+    """Plans of forward and of backward, each without and with what is kept."""
+    return [
+        [full_plan(**change, backward=backward, for_backward=kept) for kept in (False, True)]
+        for backward in (False, True)
+    ]
+
+
 KEPT = {
     "segments": {"B": 1},
     "fp32 gates": {"gate_dtype": "float32"},
@@ -17,10 +26,7 @@ KEPT = {
 def test_what_is_kept_is_made_once(change):
     """Both plans know its size, and need so much less of a workspace; neither changes otherwise."""
     both = []
-    for backward in (False, True):
-        alone, kept = (
-            full_plan(**change, backward=backward, for_backward=k) for k in (False, True)
-        )
+    for backward, (alone, kept) in enumerate(alone_and_kept(change)):
         assert alone["for_backward_bytes"] == 0 and reads_prepared(kept)
         both.append(kept["for_backward_bytes"])
         least = 0.9 * kept["for_backward_bytes"]  # of parts that another pass does not make
@@ -48,11 +54,7 @@ ON_CHIP = {
 @pytest.mark.parametrize("change", ON_CHIP.values(), ids=ON_CHIP)
 def test_what_forward_keeps_from_the_chip(change):
     """It leaves operands that it has no other use for, backward then makes S alone."""
-    forward, backward, kept_forward, kept_backward = (
-        full_plan(**change, backward=b, for_backward=k)
-        for k in (False, True)
-        for b in (False, True)
-    )
+    (forward, kept_forward), (backward, kept_backward) = alone_and_kept(change)
     size = kept_forward["for_backward_bytes"]
     assert kept_backward["for_backward_bytes"] == size > 0
     assert 0 < forward["workspace_bytes"] - kept_forward["workspace_bytes"] < 0.1 * size
@@ -72,11 +74,7 @@ PACKED = {"B": 1, "T": 65536, "N": 32}
 def test_what_forward_keeps_of_packed_sequences(V, states):
     """Operands from the chip, and, where both passes cut alike, what enters segments, but no
     decays, of which forward has none of the last ones."""
-    forward, backward, kept_forward, kept_backward = (
-        full_plan(**PACKED, V=V, backward=b, for_backward=k)
-        for k in (False, True)
-        for b in (False, True)
-    )
+    (forward, kept_forward), (backward, kept_backward) = alone_and_kept(PACKED | {"V": V})
     size = kept_forward["for_backward_bytes"]
     assert kept_backward["for_backward_bytes"] == size > 0
     assert "states.cluster.packed_summaries" in forward["kernels"] and sweeps_gradients(backward)
@@ -129,8 +127,5 @@ def test_what_is_kept_grows_with_tokens(K, each):
     ],
 )
 def test_where_nothing_is_kept(change):
-    for backward in (False, True):
-        alone, kept = (
-            full_plan(**change, backward=backward, for_backward=k) for k in (False, True)
-        )
+    for alone, kept in alone_and_kept(change):
         assert alone == kept

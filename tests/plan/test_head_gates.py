@@ -3,7 +3,6 @@
 import pytest
 from plans import BATCH, one_pass
 
-import gla_ext
 from gla_ext import _C
 
 SUMS = "head_gates.sums"
@@ -21,24 +20,50 @@ def kernels(backward=False, **change):
     return one_pass(planned(**change), backward)["kernels"]
 
 
-@pytest.mark.parametrize("gate", [ONE_GATE, CONSTANT, {"key_gated": False}])
-def test_forward(gate):
-    assert kernels(**gate) == FORWARD
-    assert planned(**gate)["path"] == "fused" and planned(**gate)["fused_expects"] is None
+NO_GATE = {"key_gated": False}
+LONG, PACKED = {"B": 1, "T": 32768}, {"B": 1, "T": 65536, "N": 512}
+WHOLE = {"batch_invariant": True}
+DOTS = ("query_grads.and_dots", "key_grads.and_dots", "gate_grads", "value_grads")
+WITH_GATE_GRADIENT = [SUMS, *(f"head_gates.{name}" for name in DOTS)]
+SUMMARIES = [SUMS, "head_gates.summaries"]
+KERNELS = {  # call, forward, backward; None: others' kernels, or not asked
+    "a gate": (ONE_GATE, FORWARD, WITH_GATE_GRADIENT),
+    "forward leaves nothing": (ONE_GATE | {"for_backward": True}, FORWARD, WITH_GATE_GRADIENT),
+    "no gradient of the gate": (CONSTANT, FORWARD, BACKWARD),
+    "no gate": (NO_GATE, FORWARD, BACKWARD),
+    "fp16 gates": (CONSTANT | {"gate_dtype": "float16"}, FORWARD, None),
+    # Values are the keys of backward's sweeps.
+    "many values": (CONSTANT | {"V": 512}, FORWARD, None),
+    # Few heads of long sequences are cut.
+    "segments": (LONG | ONE_GATE, [*SUMMARIES, "scan", "head_gates.forward"], None),
+    "segments, both": (
+        LONG | CONSTANT,
+        [*SUMMARIES, "scan", "head_gates.forward"],
+        [*SUMMARIES, "head_gates.summaries.of_grads", "scan.both", *BACKWARD[1:]],
+    ),
+    "long, whole": (LONG | CONSTANT | WHOLE, FORWARD, BACKWARD),
+    "short": ({"B": 1, "T": 128} | CONSTANT, FORWARD, BACKWARD),
+    # Two segments would be one that replays the other.
+    "two places": ({"B": 8} | ONE_GATE, FORWARD, None),
+    "packed": (PACKED | WHOLE | ONE_GATE, ["map_sequences", "map_chunks", *FORWARD], None),
+    "packed, cut": (
+        PACKED | ONE_GATE,
+        ["map_sequences", "map_chunks", *SUMMARIES, "scan", "head_gates.forward"],
+        None,
+    ),
+}
 
 
-@pytest.mark.parametrize("gate", [CONSTANT, {"key_gated": False}])
-def test_backward_without_the_gradient_of_a_gate(gate):
-    assert kernels(True, **gate) == BACKWARD
-
-
-def test_backward_with_it():
-    """Forward leaves nothing for it."""
-    names = ("query_grads.and_dots", "key_grads.and_dots", "gate_grads", "value_grads")
-    expected = [SUMS, *(f"head_gates.{name}" for name in names)]
-    assert kernels(True, **ONE_GATE) == expected
-    assert kernels(True, **ONE_GATE, for_backward=True) == expected
-    assert planned(**ONE_GATE, for_backward=True)["for_backward_bytes"] == 0
+@pytest.mark.parametrize("change, forward, backward", KERNELS.values(), ids=KERNELS)
+def test_kernels(change, forward, backward):
+    plan = planned(**change)
+    assert plan["path"] == "fused" and plan["for_backward_bytes"] == 0
+    assert plan["fused_expects"] is None or change["gate_dtype"] == "float16"
+    assert kernels(**change) == forward
+    if backward is None:
+        assert "V" not in change or SUMS not in kernels(True, **change)
+    else:
+        assert kernels(True, **change) == backward
 
 
 @pytest.mark.parametrize(
@@ -48,40 +73,3 @@ def test_backward_with_it():
 def test_what_they_do_not_take(change):
     for backward in (False, True):
         assert SUMS not in kernels(backward, **CONSTANT | change)
-
-
-def test_many_values():
-    """They are the keys of backward's sweeps."""
-    assert kernels(V=512, **CONSTANT) == FORWARD
-    assert SUMS not in kernels(True, V=512, **CONSTANT)
-
-
-def test_any_dtype_of_the_gate():
-    assert kernels(**CONSTANT | {"gate_dtype": "float16"}) == FORWARD
-
-
-def test_few_heads_of_long_sequences_are_cut():
-    long = {"B": 1, "T": 32768}
-    cut = [SUMS, "head_gates.summaries", "scan", "head_gates.forward"]
-    assert kernels(**long | ONE_GATE) == cut
-    both = [SUMS, "head_gates.summaries", "head_gates.summaries.of_grads", "scan.both"]
-    assert kernels(True, **long | CONSTANT) == [*both, *BACKWARD[1:]]
-    for backward, sweeps in ((False, FORWARD), (True, BACKWARD)):
-        assert kernels(backward, **long | CONSTANT | {"batch_invariant": True}) == sweeps
-        assert kernels(backward, **BATCH | {"B": 1, "T": 128} | CONSTANT) == sweeps
-    # Two segments would be one that replays the other.
-    assert kernels(**{"B": 8} | ONE_GATE) == FORWARD
-    assert "prepare" in kernels(B=8, gate_dtype="float32")
-
-
-def test_packed_sequences():
-    packed = {"B": 1, "T": 65536, "N": 512, "batch_invariant": True}
-    assert kernels(**packed | ONE_GATE) == ["map_sequences", "map_chunks", *FORWARD]
-    packed["batch_invariant"] = False
-    assert kernels(**packed | ONE_GATE)[2:5] == [SUMS, "head_gates.summaries", "scan"]
-
-
-def test_printed():
-    plan = gla_ext.plan(*BATCH.values(), head_gates=True, gate_gradient=False, gpu=("9.0", 132))
-    assert list(plan.forward) == FORWARD and list(plan.backward) == BACKWARD
-    assert "head_gates.sums -> head_gates.forward" in str(plan)

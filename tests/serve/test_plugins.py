@@ -4,7 +4,6 @@ vLLM's `MambaBase` is an abstract class: a subclass that misses a method cannot 
 """
 
 import enum
-import inspect
 import sys
 import types
 from abc import ABC, abstractmethod
@@ -59,11 +58,6 @@ def assert_near(found, expected):
     torch.testing.assert_close(found.double(), expected, atol=error, rtol=error)
 
 
-by_state_dtype = pytest.mark.parametrize(
-    "state_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
-)
-
-
 @pytest.fixture
 def vllm(monkeypatch):
     class MambaBase(ABC):
@@ -104,18 +98,10 @@ def make_states(vllm, **options):
 
 
 def test_vllm_shapes(vllm):
-    states = make_states(vllm)
-    assert not inspect.isabstract(vllm.GLAStates)
-    assert states.mamba_type.name == "LINEAR"
-    assert states.get_state_shape() == ((H, V, K),)
-    assert states.get_state_dtype() == (torch.float32,)
-    sharded = make_states(vllm, num_heads=8, tensor_parallel_size=4, conv_size=4)
-    assert sharded.get_state_shape() == ((2 * (2 * K + V), 4), (2, V, K))
-    assert sharded.get_state_dtype() == (torch.bfloat16, torch.float32)
-    short = make_states(vllm, state_dtype=torch.float16, conv_size=4)
-    assert short.get_state_dtype() == (torch.bfloat16, torch.float16)
-    with pytest.raises(ValueError, match=r"torch\.bfloat16 or torch\.float16, got torch\.float8"):
-        make_states(vllm, state_dtype=torch.float8_e4m3fn).get_state_dtype()
+    assert make_states(vllm).mamba_type.name == "LINEAR"
+    states = make_states(vllm, num_heads=8, tensor_parallel_size=4, conv_size=4)
+    assert states.get_state_shape() == ((2 * (2 * K + V), 4), (2, V, K))
+    assert states.get_state_dtype() == (torch.bfloat16, torch.float32)
     with pytest.raises(ValueError, match="to divide num_heads = 2, got 3"):
         make_states(vllm, tensor_parallel_size=3).get_state_shape()
 
@@ -142,8 +128,7 @@ def describe(num_decodes, offsets, seq_lens, blocks):
     )
 
 
-@by_state_dtype
-@pytest.mark.parametrize("conv_size", [None, 4])
+@pytest.mark.parametrize(("state_dtype", "conv_size"), [(torch.float32, None), (torch.bfloat16, 4)])
 def test_vllm_batch(vllm, inputs, conv_size, state_dtype):
     """A one-token request that goes on, a prompt of one token, which vLLM counts as another such, a
     prompt that starts, and one that goes on after a cached prefix.

@@ -42,6 +42,9 @@ def test_prefix_cache_finds_the_longest_and_stays_in_its_rows():
     assert [key in cache._kept for key in long] == [True] * 2 + [False] * 16 + [True]
     assert set(cache._kept.values()) <= set(ROWS)
     assert len(set(cache._kept.values())) == len(cache) == 5
+    off = PrefixCache(range(3, 3), 10, 64)
+    assert not off.enabled and keys_of(off, [1] * 200) == []
+    assert reserve(off, [], 0, 192) == []
 
 
 def test_steps_of_pieces_may_be_shorter_than_those_of_checkpoints():
@@ -74,9 +77,3 @@ def test_what_a_failed_round_would_have_made_is_not_there():
         raise RuntimeError("failed")
     assert cache.find(a) == (0, None)
     assert reserve(cache, a, 0, 64) == [0]
-
-
-def test_without_rows_it_is_off():
-    off = PrefixCache(range(3, 3), 10, 64)
-    assert not off.enabled and keys_of(off, [1] * 200) == []
-    assert reserve(off, [], 0, 192) == []

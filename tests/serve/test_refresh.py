@@ -2,8 +2,6 @@
 
 import copy
 import dataclasses
-import threading
-import time
 
 import pytest
 import torch
@@ -25,13 +23,12 @@ from changing import (
     tokens_of,
     write_data,
 )
-from engines import greedy, is_empty, prompt, run
+from engines import deltas, greedy, is_empty, prompt, run
 from models import make_model
 
 from gla_ext.cache import GLACache
 from gla_ext.serve import ChangedError, Engine, Request
 from gla_ext.serve.text import Bytes
-from gla_ext.serve.worker import Worker
 
 SEEN = {
     "load_state_dict": (load, "model.embeddings.weight written since"),
@@ -129,14 +126,6 @@ def one_token_less(model):
     model.config.vocab_size -= 1
 
 
-@pytest.mark.parametrize("change", [lambda m: m.float(), lambda m: m.to("meta"), one_token_less])
-def test_a_model_for_which_there_are_no_buffers(change):
-    engine = Engine(change_of := make(), limits=LIMITS)
-    change(change_of)
-    with pytest.raises(ValueError, match="expected a model on cpu in torch"):
-        engine.refresh()
-
-
 def one_layer_more(model):
     model.model.layers.append(copy.deepcopy(model.model.layers[1]))
     model.model.layers[2].attn.layer_idx = 2
@@ -146,12 +135,28 @@ def one_layer_less(model):
     del model.model.layers[1]
 
 
-@pytest.mark.parametrize("change", [one_layer_more, one_layer_less])
-def test_more_or_fewer_layers(change):
+def other_pieces(model):
+    model.model.layers[0].attn.mode = "fused_recurrent"
+
+
+NO_BUFFERS, OTHERS = "expected a model on cpu in torch", "expected 2 layers, as before, got others"
+FOR_ANOTHER = {
+    "fp32": (lambda model: model.float(), NO_BUFFERS, 1 << 20),
+    "device": (lambda model: model.to("meta"), NO_BUFFERS, 1 << 20),
+    "vocabulary": (one_token_less, NO_BUFFERS, 1 << 20),
+    "one layer more": (one_layer_more, OTHERS, 0),
+    "one layer less": (one_layer_less, OTHERS, 0),
+    "other pieces": (other_pieces, "2 layers that pass prompts in chunks, as before", 1 << 20),
+}
+
+
+@pytest.mark.parametrize("case", FOR_ANOTHER.values(), ids=FOR_ANOTHER)
+def test_a_model_that_needs_another_engine(case):
+    change, message, cache_bytes = case
     model = make()
-    engine = Engine(model, limits=dataclasses.replace(LIMITS, cache_bytes=0))
+    engine = Engine(model, limits=dataclasses.replace(LIMITS, cache_bytes=cache_bytes))
     change(model)
-    with pytest.raises(ValueError, match="expected 2 layers, as before, got others"):
+    with pytest.raises(ValueError, match=message):
         engine.refresh()
 
 
@@ -163,14 +168,6 @@ def test_other_end_tokens():
     engine.refresh()
     ((now, _, reason),) = run(engine, Request(prompt(5), 8, temperature=0))
     assert (now, reason) == (before[: before.index(before[2])], "stop")
-
-
-def test_layers_whose_prompts_are_cut_otherwise():
-    model = make()
-    engine = Engine(model, limits=LIMITS)
-    model.model.layers[0].attn.mode = "fused_recurrent"
-    with pytest.raises(ValueError, match="2 layers that pass prompts in chunks, as before"):
-        engine.refresh()
 
 
 @pytest.mark.parametrize(("change", "seen"), ADAPTERS.values(), ids=ADAPTERS)
@@ -204,9 +201,8 @@ def test_running_sequences_end():
     engine.refresh()
     engine.refresh(keep_running=True)  # which does not bring them back
     assert engine.busy
-    while engine.busy:
-        for sequence, delta in engine.step():
-            found[sequence].append(delta)
+    for sequence, delta in deltas(engine):
+        found[sequence].append(delta)
     reasons = [found[sequence][-1].finish_reason for sequence in sequences]
     assert reasons == ["refresh", "refresh", "length", "length"]
     tokens = [[t for delta in found[sequence] for t in delta.tokens] for sequence in sequences]
@@ -268,43 +264,3 @@ def test_text_that_waited_comes_with_the_end():
         if sequence.new == 5:
             engine.refresh()
     assert delta.finish_reason == "refresh" and text.startswith(shown)
-
-
-def test_any_thread_may_refresh():
-    """`refresh` comes between two steps of another thread, as soon as the first is over."""
-    model = make()
-    engine = Engine(model, limits=LIMITS)
-    order, inside, leave = [], threading.Event(), threading.Event()
-    step, clear = engine._batch.step, engine.prefixes.clear
-
-    def slow_step(rows):
-        order.append("step")
-        inside.set()
-        assert leave.wait(30)
-        step(rows)
-
-    engine._batch.step = slow_step
-    engine.prefixes.clear = lambda: (order.append("refresh"), clear())
-    delivered, ended = [], threading.Event()
-
-    def deliver(deltas):
-        delivered.extend(deltas)
-        if deltas[-1][1].finish_reason is not None:
-            ended.set()
-
-    worker = Worker(engine, deliver)
-    worker.start()
-    worker.submit(Request(prompt(5), 1000, temperature=0))
-    assert inside.wait(30)
-    refreshes = threading.Thread(target=engine.refresh)
-    refreshes.start()
-    while not engine._is_next.locked():
-        time.sleep(0.001)
-    leave.set()
-    refreshes.join(30)
-    assert ended.wait(30)
-    worker.close()
-    assert worker.error is None
-    assert order == ["step", "refresh"]
-    assert delivered[-1][1].finish_reason == "refresh"
-    assert is_empty(engine)

@@ -6,6 +6,7 @@ import threading
 import pytest
 from changing import LIMITS, optimizer_step
 from models import make_model
+from served import client_of
 
 from gla_ext.serve import Engine
 from gla_ext.serve.text import Bytes
@@ -19,14 +20,6 @@ def engine():
     return Engine(make_model(vocab_size=256, eos_token_id=None), Bytes(), LIMITS)
 
 
-def client_of(engine, **options):
-    from starlette.testclient import TestClient
-
-    from gla_ext.serve.http import Application, Options
-
-    return TestClient(Application(engine, Options(**options)).starlette())
-
-
 def test_the_route_is_there_if_it_is_allowed(engine):
     with client_of(engine) as client:
         refused, unknown = (client.post(f"/v1/{name}") for name in ("refresh", "other"))
@@ -34,19 +27,6 @@ def test_the_route_is_there_if_it_is_allowed(engine):
         assert refused.json()["error"]["message"] == "POST /v1/refresh: Not Found"
     with client_of(engine, allow_refresh=True) as client:
         assert client.get("/v1/refresh").status_code == 405
-
-
-@pytest.mark.parametrize("options", [[], ["--allow-refresh"]])
-def test_the_option(engine, tmp_path, monkeypatch, options):
-    from gla_ext.serve import http
-    from gla_ext.serve.command import main
-
-    engine.model.save_pretrained(tmp_path)
-    served = []
-    monkeypatch.setattr(http, "serve", lambda *args: served.append(args))
-    main([str(tmp_path), "--device", "cpu", "--cache-bytes", "0", *options])
-    ((_, _, _, given, *_),) = served
-    assert given.allow_refresh == bool(options)
 
 
 def test_a_model_that_changed_answers_again(engine):
@@ -74,10 +54,12 @@ def test_a_model_that_changed_answers_again(engine):
 def test_running_completions(engine, keep_running):
     """They end with finish_reason 'refresh' and what they had, or go on."""
     step, third, refreshed = engine._batch.step, threading.Event(), threading.Event()
-    steps = []
+    steps, order, clear = [], [], engine.prefixes.clear
+    engine.prefixes.clear = lambda: (order.append("refresh"), clear())
 
     def slow_step(rows):
         steps.append(rows)
+        order.append("step")
         if len(steps) == 3:
             third.set()
         step(rows)
@@ -103,6 +85,7 @@ def test_running_completions(engine, keep_running):
         refreshed.set()
         says.join(30)
         asks.join(30)
+    assert "refresh" in order[3:5]  # as soon as a step is over
     (reply,) = (x for x in found if isinstance(x, dict))
     choice, new = reply["choices"][0], reply["usage"]["completion_tokens"]
     if keep_running:
@@ -112,20 +95,21 @@ def test_running_completions(engine, keep_running):
         assert 3 <= new < 12
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("{", "expected JSON"),
-        ("[]", "expected a JSON object, got list"),
-        ('{"keep": true}', "expected names among keep_running, got keep"),
-        ('{"keep_running": 1}', "expected keep_running to be true or false, got 1"),
-    ],
-)
-def test_bodies_that_are_refused(engine, body, message):
+def test_what_is_refused(engine):
     with client_of(engine, allow_refresh=True) as client:
-        reply = client.post("/v1/refresh", content=body)
-        assert reply.status_code == 400
-        assert reply.json()["error"]["message"].startswith(message)
+        for body, message in (
+            ("{", "expected JSON"),
+            ("[]", "expected a JSON object, got list"),
+            ('{"keep": true}', "expected names among keep_running, got keep"),
+            ('{"keep_running": 1}', "expected keep_running to be true or false, got 1"),
+        ):
+            reply = client.post("/v1/refresh", content=body)
+            assert reply.status_code == 400
+            assert reply.json()["error"]["message"].startswith(message)
+        engine.model.train()
+        reply = client.post("/v1/refresh")
+        assert reply.status_code == 409
+        assert "a model in eval mode" in reply.json()["error"]["message"]
 
 
 def test_an_engine_that_has_failed(engine, monkeypatch):
@@ -135,11 +119,3 @@ def test_an_engine_that_has_failed(engine, monkeypatch):
             reply = client.post(f"/v1/{path}", json=body)
         assert reply.status_code == client.get("/health").status_code == 503
         assert reply.json()["error"]["message"] == "the engine has failed: ZeroDivisionError"
-
-
-def test_a_model_that_cannot_be_served(engine):
-    engine.model.train()
-    with client_of(engine, allow_refresh=True) as client:
-        reply = client.post("/v1/refresh")
-        assert reply.status_code == 409
-        assert "a model in eval mode" in reply.json()["error"]["message"]

@@ -9,8 +9,9 @@ import types
 
 import pytest
 import torch
-from engines import SMALL, greedy, is_empty, prompt, run
+from engines import SMALL, deltas, greedy, is_empty, prompt, run
 from models import make_model
+from served import client_of
 
 from gla_ext.decode import Decoder
 from gla_ext.serve import Engine, Limits, Request
@@ -93,10 +94,9 @@ def test_an_engine_ends_the_sequence_alone(temperature, value, device, caplog):
     bad, good = engine.submit(Request(tokens, 50, **options), Request(other, 3, **options))
     found, last = {bad: [], good: []}, {}
     with caplog.at_level(logging.ERROR, "gla_ext.serve"):
-        while engine.busy:
-            for sequence, delta in engine.step():
-                found[sequence] += delta.tokens
-                last[sequence] = delta
+        for sequence, delta in deltas(engine):
+            found[sequence] += delta.tokens
+            last[sequence] = delta
     assert found == {bad: drawn, good: expected}
     assert (last[bad].finish_reason, last[bad].error) == ("error", SAID)
     assert (last[good].finish_reason, last[good].error) == ("length", None)
@@ -122,13 +122,9 @@ def test_a_prompt_that_spoils_the_logits(device):
 @pytest.fixture(scope="module")
 def client():
     pytest.importorskip("starlette")
-    from starlette.testclient import TestClient
-
-    from gla_ext.serve.http import Application, Options
-
     model, tokens, drawn = spoiled(vocab_size=256, tokens=Bytes().encode("a"))
     engine = Engine(model, Bytes(), Limits(rows=2))
-    with TestClient(Application(engine, Options()).starlette()) as client:
+    with client_of(engine) as client:
         yield client, {"prompt": tokens, "temperature": 0, "max_tokens": 40}, len(drawn)
 
 
@@ -177,16 +173,12 @@ def strictly(text: str):
 def test_tokens_that_cannot_come(stream):
     """Their log-probability is -inf, which is no JSON."""
     pytest.importorskip("starlette")
-    from starlette.testclient import TestClient
-
-    from gla_ext.serve.http import Application, Options
-
     model = make_model(vocab_size=256, eos_token_id=None)
     never = torch.zeros(256).index_fill_(0, torch.arange(3, 256), -torch.inf)
     model.lm_head.register_forward_hook(lambda module, args, output: output + never)
     engine = Engine(model, Bytes(), Limits(rows=1))
     body = {"prompt": "a", "logprobs": 5, "max_tokens": 4, "stream": stream}
-    with TestClient(Application(engine, Options()).starlette()) as client:
+    with client_of(engine) as client:
         reply = client.post("/v1/completions", json=body)
     assert reply.status_code == 200
     texts = [line[6:] for line in reply.text.split("\n\n")][:-2] if stream else [reply.text]
@@ -204,9 +196,14 @@ def test_tokens_of_one_text_have_one_entry():
         def decode(self, tokens):
             return "ab"[tokens[0] == 4]
 
-    for token, expected in ((3, {"a": -3.0, "b": -2.0}), (4, {"b": -2.0, "a": -1.0})):
-        best = {1: -1.0, 4: -2.0, 3: -3.0, 2: -4.0}
-        delta = Delta("", [token], [TokenLogprob(token, best[token], best)])
+    best = {1: -1.0, 4: -2.0, 3: -3.0, 2: -4.0}
+    for token, most, expected in (
+        (3, best, {"a": -3.0, "b": -2.0}),
+        (4, best, {"b": -2.0, "a": -1.0}),
+        (4, {1: -1.0}, {"b": -2.0, "a": -1.0}),  # none of the most probable: one more than asked
+        (4, {}, {"b": -2.0}),
+    ):
+        delta = Delta("", [token], [TokenLogprob(token, best[token], most)])
         shown = protocol.Choice(0, Alike(), True).render(delta)["logprobs"]
         assert shown["top_logprobs"] == [expected]
         assert shown["token_logprobs"] == [expected[shown["tokens"][0]]]
@@ -214,14 +211,10 @@ def test_tokens_of_one_text_have_one_entry():
 
 def test_the_pieces_of_a_stream_have_one_time(monkeypatch):
     """Whatever the clock says meanwhile."""
-    from starlette.testclient import TestClient
-
-    from gla_ext.serve.http import Application, Options
-
     clock = types.SimpleNamespace(time=itertools.count(5).__next__)
     monkeypatch.setattr("gla_ext.serve.http.protocol.time", clock)
     engine = Engine(make_model(vocab_size=256, eos_token_id=None), Bytes(), Limits(rows=1))
-    with TestClient(Application(engine, Options()).starlette()) as client:
+    with client_of(engine) as client:
         body = {"prompt": "a", "max_tokens": 20, "stream": True, "ignore_eos": True}
         text = client.post("/v1/completions", json=body).text
     created = [json.loads(x)["created"] for x in re.findall(r"^data: (\{.*)$", text, re.MULTILINE)]

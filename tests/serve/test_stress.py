@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("uvicorn")
 
 
+@pytest.mark.slow
 def test_nobody_loses_tokens_and_nothing_is_left(tmp_path):
     from stress_serve import BEHAVIOURS, LEFT, stress
 

@@ -106,3 +106,18 @@ def test_stop_strings_and_offsets_where_the_prompt_left_a_character_open():
     assert [delta.logprobs[0].offset for delta in deltas] == [0, 0, 1, 2]
     assert "".join(delta.text for delta in deltas) == ""
     assert [delta.finish_reason for delta in deltas] == [None, None, None, "stop"]
+
+
+def test_offsets_while_text_waits():
+    """As it may become a stop string, or is a part of a character."""
+    text = "ab é STO 🌶 end"
+    tokens = [*text.encode()]
+    request = Request([0, 65], 100, temperature=0, logprobs=0, stop=["STOP"])
+    generation = Sequence(request, Bytes())
+    found = [x for t in tokens for x in generation.add(t, TokenLogprob(t, 0.0, {}), ()).logprobs]
+    assert [x.token for x in found] == tokens
+    detokenizer, offset = Detokenizer(Bytes(), [0, 65]), 0
+    for x in found:
+        assert x.offset == offset
+        offset += len(detokenizer.push(x.token))
+    assert offset == len(text)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from engines import run
 from models import make_model
+from served import client_of
 
 from gla_ext.serve import Engine, Limits, Request
 from gla_ext.serve.text import Bytes, Detokenizer, load_tokenizer
@@ -31,14 +32,6 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_the_folders_tokenizer_is_taken(folder):
-    size = len(transformers.AutoTokenizer.from_pretrained(folder))
-    tokenizer = load_tokenizer(folder, size)
-    tokens = tokenizer.encode(PROMPT)
-    assert 1 < len(tokens) < len(PROMPT) and max(tokens) >= 256
-    assert tokenizer.decode(tokens) == PROMPT
-
-
 def test_text_comes_as_the_tokenizer_decodes_it(folder):
     """Streamed it is what all tokens together are, characters of several tokens included."""
     from gla_ext.model import GLAForCausalLM
@@ -47,6 +40,8 @@ def test_text_comes_as_the_tokenizer_decodes_it(folder):
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     engine = Engine(model, tokenizer, Limits(rows=2))
     prompt = tokenizer.encode(PROMPT)
+    assert 1 < len(prompt) < len(PROMPT) and max(prompt) >= 256
+    assert tokenizer.decode(prompt) == PROMPT
     for seed in range(3):
         ((tokens, text, _),) = run(engine, Request(prompt, 60, temperature=2.0, seed=seed))
         whole = tokenizer.decode(prompt + tokens).removeprefix(PROMPT)
@@ -56,19 +51,15 @@ def test_text_comes_as_the_tokenizer_decodes_it(folder):
 
 def test_over_http(folder):
     pytest.importorskip("starlette")
-    from starlette.testclient import TestClient
-
     from gla_ext.model import GLAForCausalLM
-    from gla_ext.serve.http import Application, Options
 
     model = GLAForCausalLM.from_pretrained(folder).eval()
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     prompt = tokenizer.encode(PROMPT)
     (row,) = model.generate([prompt], 12, temperature=0)
     expected = tokenizer.decode(row.tolist()).removeprefix(PROMPT)
-    app = Application(Engine(model, tokenizer, Limits(rows=2)), Options()).starlette()
     body = {"max_tokens": 12, "temperature": 0, "logprobs": 1}
-    with TestClient(app) as client:
+    with client_of(Engine(model, tokenizer, Limits(rows=2))) as client:
         for given in (PROMPT, prompt):
             reply = client.post("/v1/completions", json=body | {"prompt": given}).json()
             (choice,) = reply["choices"]
@@ -124,19 +115,14 @@ def test_a_space_waits_behind_any_number_of_special_tokens(count):
 @pytest.mark.parametrize("skip", [None, True, False])
 def test_special_tokens_over_http(skip):
     pytest.importorskip("starlette")
-    from starlette.testclient import TestClient
-
-    from gla_ext.serve.http import Application, Options
-
     tokenizer = words(metaspace=False)
     model = make_model(vocab_size=5, eos_token_id=None)
     model.lm_head.register_forward_hook(
         lambda module, args, output: output.new_tensor([0.0, 1, 0, 0, 0]).expand_as(output)
     )
-    app = Application(Engine(model, tokenizer, Limits(rows=1)), Options()).starlette()
     body = {"prompt": [3], "max_tokens": 3, "temperature": 0, "logprobs": 0}
     body |= {} if skip is None else {"skip_special_tokens": skip}
-    with TestClient(app) as client:
+    with client_of(Engine(model, tokenizer, Limits(rows=2))) as client:
         (choice,) = client.post("/v1/completions", json=body).json()["choices"]
         bad = client.post("/v1/completions", json=body | {"skip_special_tokens": 1})
     assert choice["text"] == ("<|im_end|>" * 3 if skip is False else "")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engines import SMALL, is_empty, prompt
+from engines import SMALL, deltas, is_empty, prompt
 from models import make_model
 
 from gla_ext.ops import batch_invariant
@@ -28,9 +28,8 @@ def logprobs(engine, lengths) -> list[list[tuple[int, float]]]:
         Request(prompt(n, n + i), 6, temperature=0, logprobs=0) for i, n in enumerate(lengths)
     ]
     found = {sequence: [] for sequence in engine.submit(*requests)}
-    while engine.busy:
-        for sequence, delta in engine.step():
-            found[sequence] += [(x.token, x.logprob) for x in delta.logprobs]
+    for sequence, delta in deltas(engine):
+        found[sequence] += [(x.token, x.logprob) for x in delta.logprobs]
     return list(found.values())
 
 
@@ -59,12 +58,20 @@ def assert_same(used, fresh, lengths):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("lengths, known", GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize("state_dtype", [None, torch.bfloat16], ids=str)
-def test_a_used_row(lengths, known, options, invariant, state_dtype, device):
-    model = make_model(torch.float32, eos_token_id=None, **options).to(device)
+# Groups, options, batch_invariant and the dtype of states.
+CASES = [(group, options, False, None) for group in GROUPS for options in OPTIONS]
+CASES += [
+    ("one", "plain", True, torch.bfloat16),
+    ("packed", "convolutions, recurrent", False, torch.bfloat16),
+    ("beside longer ones", "convolutions", True, None),
+    ("one token after a known beginning", "convolutions", True, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("group", "options", "invariant", "state_dtype"), CASES)
+def test_a_used_row(group, options, invariant, state_dtype, device):
+    lengths, known = GROUPS[group]
+    model = make_model(torch.float32, eos_token_id=None, **OPTIONS[options]).to(device)
     with batch_invariant(invariant):
         used, fresh = (Engine(model, None, LIMITS, False, state_dtype) for _ in range(2))
     if known is not None:

@@ -130,57 +130,6 @@ def test_fast_form_and_its_autograd(gate):
     assert_results_close(outputs_and_gradients(function, x), exact(x), x)
 
 
-def test_no_tokens():
-    x = make_inputs(2, 0, 3, 5, 4, torch.float64)
-    for name, value in exact(x).items():
-        assert torch.equal(value, exact_by_chunks(x)[name]), name
-    assert torch.equal(exact_by_chunks(x)["dh0"], x.dht)
-
-
-def test_resets():
-    x = make_inputs(2, 130, 3, 5, 4, torch.float64, "reset")
-    assert x.g.isinf().any()
-    for results in (exact(x), exact_by_chunks(x)):
-        assert all(value.isfinite().all() for value in results.values())
-        assert not results["dg"][x.g.isinf()].any()
-
-
-def test_a_reset_forgets():
-    x = make_inputs(1, 130, 2, 5, 4, torch.float64)
-    x.g[:, 70] = -torch.inf
-    before = exact_by_chunks(x)
-    x.k[:, :70], x.v[:, :70] = 3.0, 4.0
-    after = exact_by_chunks(x)
-    assert torch.equal(before["o"][:, 70:], after["o"][:, 70:])
-    assert not torch.equal(before["o"][:, :70], after["o"][:, :70])
-
-
-@pytest.mark.parametrize(
-    "form", [reference.recurrence, reference.chunked_forward, reference.chunk_gla]
-)
-@pytest.mark.parametrize("operand", ["k", "v", "g"])
-def test_nan_stays_in_its_sequence(form, operand):
-    x = make_inputs(1, 165, 2, 5, 4, torch.float64, lengths=(80, 85))
-    getattr(x, operand)[:, 75] = torch.nan
-    o = form(x.q, x.k, x.v, x.g, cu_seqlens=x.cu_seqlens).o
-    assert o[:, 75:80].isnan().all()
-    assert o[:, :64].isfinite().all()
-    assert o[:, 80:].isfinite().all()
-
-
-def test_state_carries_over():
-    x = make_inputs(2, 130, 2, 5, 4, torch.float64)
-    whole = reference.chunked_forward(x.q, x.k, x.v, x.g, initial_state=x.initial_state)
-    state, o = x.initial_state, []
-    for part in (slice(0, 50), slice(50, 51), slice(51, 130)):
-        tokens = (y[:, part] for y in (x.q, x.k, x.v, x.g))
-        result = reference.chunked_forward(*tokens, initial_state=state)
-        o.append(result.o)
-        state = result.final_state
-    assert_close(torch.cat(o, 1), whole.o, 1e-13)
-    assert_close(state, whole.final_state, 1e-13)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_computes_in_the_dtype_of_its_inputs(dtype):
     x = make_inputs(1, 70, 2, 5, 4, dtype)

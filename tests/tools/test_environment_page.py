@@ -12,8 +12,9 @@ READ = re.compile(
       | \$\{([A-Z]\w+):-""",
     re.VERBOSE,
 )
-# Read by a name in a variable (setup.py's cuda_archs), by torch's build rules, by Triton.
+# Read by a name in a variable (setup.py's cuda_archs), by torch's build rules, by Triton, by torch.
 ELSEWHERE = {"GLA_EXT_CUDA_ARCHS", "MAX_JOBS", "TRITON_CACHE_DIR"}
+ELSEWHERE |= {"TORCHINDUCTOR_FORCE_DISABLE_CACHES"}
 # Everybody's, no setting of gla_ext.
 NO_SETTINGS = {"PATH"}
 

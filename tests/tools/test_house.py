@@ -11,6 +11,7 @@ import io
 import re
 import subprocess
 import tokenize
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh")
 
 
+@functools.cache
 def tracked(*folders: str) -> list[str]:
     command = ["git", "-C", str(ROOT), "ls-files", *folders]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -27,6 +29,22 @@ def tracked(*folders: str) -> list[str]:
     return [f for f in found.stdout.split() if f.endswith(SOURCES) and (ROOT / f).exists()]
 
 
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@functools.cache
+def tree(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
+
+
+@functools.cache
+def modules() -> dict[str, str]:
+    """The modules of gla_ext and their files."""
+    return {module_of(path): path for path in tracked("gla_ext") if path.endswith(".py")}
+
+
+@functools.cache
 def code(path: str) -> str:
     """A file without its comments and the strings of its messages, which have blanks."""
     text = (ROOT / path).read_text()
@@ -100,10 +118,19 @@ QUESTIONS = {
 ASKS_OF_A_TYPE = ("isinstance", "issubclass", "map", "type")
 
 
-def questions(path: str) -> list[int]:
-    """Lines of a file that ask: calls of a question, and of what asks whether a type is one."""
+def per_file(lines_of: Callable[[ast.Module], list[int]]) -> dict[str, list[int]]:
+    """The lines that are found in the modules of gla_ext, which are printed."""
+    found = {path: lines_of(tree(path)) for path in modules().values()}
+    found = {path: lines for path, lines in found.items() if lines}
+    for path, lines in found.items():
+        print(f"{path}: {lines}")
+    return found
+
+
+def questions(module: ast.Module) -> list[int]:
+    """Lines that ask: calls of a question, and of what asks whether a type is one."""
     lines = []
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+    for node in ast.walk(module):
         if not isinstance(node, ast.Call):
             continue
         asked = [node.func]
@@ -115,21 +142,18 @@ def questions(path: str) -> list[int]:
 
 
 def test_one_door_asks_what_mode_a_call_is_in():
-    found = {path: questions(path) for path in tracked("gla_ext") if path.endswith(".py")}
-    found = {path: lines for path, lines in found.items() if lines}
-    for path, lines in found.items():
-        print(f"{path}: {lines}")
+    found = per_file(questions)
     assert len(found) <= 3, found
     assert sum(map(len, found.values())) <= 35, found
 
 
-MODES = {"cp_context", "batch_invariant", "is_batch_invariant", "context"}
+MODES = {"cp_context", "batch_invariant", "is_batch_invariant"}
 
 
-def branches(path: str) -> list[int]:
+def branches(module: ast.Module) -> list[int]:
     """Lines that branch on a context or on batch-invariant mode."""
-    lines = []
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+    lines = set()
+    for node in ast.walk(module):
         tests = []
         if isinstance(node, (ast.If, ast.IfExp, ast.While)):
             tests = [node.test]
@@ -139,16 +163,13 @@ def branches(path: str) -> list[int]:
             tests = [node]
         for test in tests:
             names = {getattr(n, "attr", getattr(n, "id", "")) for n in ast.walk(test)}
-            if names & (MODES - {"context"}):
-                lines.append(node.lineno)
-    return sorted(set(lines))
+            if names & MODES:
+                lines.add(node.lineno)
+    return sorted(lines)
 
 
 def test_few_files_branch_on_a_context_or_on_batch_invariance():
-    found = {path: branches(path) for path in tracked("gla_ext") if path.endswith(".py")}
-    found = {path: lines for path, lines in found.items() if lines}
-    for path, lines in found.items():
-        print(f"{path}: {lines}")
+    found = per_file(branches)
     assert len(found) <= 5, found
 
 
@@ -162,27 +183,17 @@ def package_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else ""
 
 
-def module_of(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
 @functools.cache
-def modules() -> dict[str, str]:
-    """The modules of gla_ext and their files."""
-    return {module_of(path): path for path in tracked("gla_ext") if path.endswith(".py")}
-
-
 def imports(path: str) -> list[tuple[str, bool, int]]:
     """What a file imports of gla_ext: the module, whether inside a function, and the line."""
-    tree = ast.parse((ROOT / path).read_text())
     inside = {
         id(node)
-        for function in ast.walk(tree)
+        for function in ast.walk(tree(path))
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         for node in ast.walk(function)
     }
     found = []
-    for node in ast.walk(tree):
+    for node in ast.walk(tree(path)):
         named = []
         if isinstance(node, ast.Import):
             named = [alias.name for alias in node.names]
@@ -198,14 +209,12 @@ def imports(path: str) -> list[tuple[str, bool, int]]:
 def arrows() -> list[tuple[str, str, bool, str]]:
     """Every import of gla_ext: from which package, of which module, inside a function, where."""
     found = []
-    for path in tracked("gla_ext"):
-        if path.endswith(".py"):
-            parts = Path(path).parts
-            package = parts[1] if len(parts) > 2 else ""
-            found += [
-                (package, module, inside, f"{path}:{line}")
-                for module, inside, line in imports(path)
-            ]
+    for path in modules().values():
+        parts = Path(path).parts
+        package = parts[1] if len(parts) > 2 else ""
+        found += [
+            (package, module, inside, f"{path}:{line}") for module, inside, line in imports(path)
+        ]
     return found
 
 
@@ -228,21 +237,10 @@ def test_few_imports_hide_in_functions():
 
 def test_packages_import_each_other_in_no_circle():
     """As their files are loaded: imports in functions do not count."""
-    arrows_at_import = [(a, package_of(m)) for a, m, inside, _ in arrows() if not inside]
-    edges = {(a, b) for a, b in arrows_at_import if a and b in CORE | GUESTS}
-    after = {a: {y for x, y in edges if x == a and y != a} for a in CORE | GUESTS}
-
-    def reached(start: str) -> set[str]:
-        seen, todo = set(), list(after[start])
-        while todo:
-            package = todo.pop()
-            if package not in seen:
-                seen.add(package)
-                todo += after[package]
-        return seen
-
-    circles = {package for package in after if package in reached(package)}
-    assert not circles, circles
+    edges = {(a, package_of(m)) for a, m, inside, _ in arrows() if not inside}
+    packages = CORE | GUESTS
+    graph = {a: {y for x, y in edges if x == a != y and y in packages} for a in packages}
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_modules_import_each_other_in_no_circle():

@@ -1,25 +1,22 @@
 """Training steps as CUDA graphs: `train.graph` and the trainer over it."""
 
+import functools
+
 import pytest
 import torch
+import trainers
 from cuda_tools import waits_for_nothing
 
 from gla_ext.train import command as train
 from gla_ext.train import trainer
-from gla_ext.train.data import Corpus
 from gla_ext.train.graph import GraphedUpdate, check_graph
 from gla_ext.train.presets import Options
 
-TEXTS = [b"abcdefg", b"hi", b"j" * 40, b"klmnop" * 9, b"q", b"rstuv" * 11, b"wxyz" * 30]
-CORPUS = Corpus("texts", tuple((str(i), x) for i, x in enumerate(TEXTS)), (("8", b"abab" * 20),))
 WINDOWS = [{}, {"segments": 3}, {"packed": True}, {"segments": 3, "packed": True}]
-TINY = {"steps": 12, "batch_size": 2, "seq_len": 16, "hidden_size": 32, "layers": 2, "heads": 2}
-TINY |= {"warmup": 2, "schedule": "cosine", "lr": 1e-2}
-
-
-def make_trainer(device="cpu", cuda_graph=False, compiled=False, **options) -> trainer.Trainer:
-    settings = trainer.Settings(**(TINY | options))
-    return trainer.Trainer(settings, CORPUS, torch.device(device), compiled, cuda_graph)
+SIZES = {"steps": 12, "seq_len": 16, "hidden_size": 32, "layers": 2}
+make_trainer = functools.partial(
+    trainers.make_trainer, **SIZES, warmup=2, schedule="cosine", lr=1e-2
+)
 
 
 def test_elsewhere_than_on_a_gpu_it_is_refused(tmp_path, monkeypatch, capsys):
@@ -74,8 +71,8 @@ def test_a_step_on_tensors_that_stay_is_the_same(monkeypatch, options):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("options", WINDOWS)
 def test_graphed_steps_equal_the_eager_ones(options, compiled, tmp_path):
-    eager = make_trainer("cuda", **options)
-    graphed = make_trainer("cuda", cuda_graph=True, compiled=compiled, **options)
+    eager = make_trainer(device="cuda", **options)
+    graphed = make_trainer(device="cuda", cuda_graph=True, compiled=compiled, **options)
     for _ in range(12):
         eager.update()
         graphed.update()
@@ -87,12 +84,12 @@ def test_graphed_steps_equal_the_eager_ones(options, compiled, tmp_path):
 @pytest.mark.cuda
 @pytest.mark.parametrize("options", WINDOWS)
 def test_a_resumed_graphed_run_equals_the_uninterrupted_one(options, tmp_path):
-    whole = make_trainer("cuda", cuda_graph=True, **options)
+    whole = make_trainer(device="cuda", cuda_graph=True, **options)
     for step in range(12):
         if step == 7:  # inside a window
             whole.save(tmp_path / "first")
         whole.update()
-    rest = make_trainer("cuda", cuda_graph=True, **options)
+    rest = make_trainer(device="cuda", cuda_graph=True, **options)
     for _ in range(4):
         rest.update()
     rest.load(tmp_path / "first")  # after its own graph, which is of other tensors
@@ -105,7 +102,7 @@ def test_a_resumed_graphed_run_equals_the_uninterrupted_one(options, tmp_path):
 
 @pytest.mark.cuda
 def test_a_replayed_step_waits_for_nothing():
-    run = make_trainer("cuda", cuda_graph=True, dtype="bfloat16")
+    run = make_trainer(device="cuda", cuda_graph=True, dtype="bfloat16")
     for _ in range(4):
         run.update()
     with waits_for_nothing():

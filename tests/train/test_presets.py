@@ -79,31 +79,6 @@ def test_the_cpu_takes_its_preset_beside_a_gpu_too(gpu):
     assert decide("--device", "cpu") == (Settings(), Options(device="cpu"))
 
 
-def test_the_cpu_preset_is_as_it_was():
-    assert (Settings(), Options()) == (CPU.settings, CPU.options)
-    assert dataclasses.asdict(Settings()) == {
-        "data": None,
-        "dtype": "float32",
-        "steps": 2000,
-        "batch_size": 8,
-        "seq_len": 128,
-        "hidden_size": 128,
-        "layers": 3,
-        "heads": 2,
-        "use_short_conv": False,
-        "segments": 1,
-        "packed": False,
-        "lr": 3e-3,
-        "schedule": "linear",
-        "warmup": 100,
-        "weight_decay": 0.1,
-        "grad_clip": 1.0,
-        "eval_every": 0,
-        "seed": 0,
-    }
-    assert (CPU.options.compile, CPU.options.save_every) == (False, 200)
-
-
 def test_there_is_a_flag_for_everything():
     names = {f.name for c in (Settings, Options) for f in dataclasses.fields(c)}
     assert OTHERS.keys() == names - {"device"}
@@ -123,18 +98,18 @@ def test_every_flag_overrides_the_preset_alone(gpu, name):
     assert got == before | {name: value}
 
 
-def test_compile_on_the_cpu():
-    assert decide("--device", "cpu", "--compile")[1].compile
-    assert not decide("--device", "cpu", "--no-compile")[1].compile
-
-
 def test_what_is_printed(gpu):
     line = describe(*decide())
     assert line.startswith("Defaults for cuda: dtype bfloat16, steps 1200, batch-size 32, ")
     assert line.endswith("compile yes, cuda-graph no, save-every 600")
     changed = describe(*decide("--steps", 1200, "--seq-len", 64, "--no-compile"))
     assert changed == line + "; but seq-len 64, compile no"
-    assert describe(*decide("--device", "cpu")).startswith("Defaults for cpu: dtype float32, ")
+    assert describe(*decide("--device", "cpu")) == (
+        "Defaults for cpu: dtype float32, steps 2000, batch-size 8, seq-len 128, hidden-size 128, "
+        "layers 3, heads 2, use-short-conv no, segments 1, packed no, lr 0.003, schedule linear, "
+        "warmup 100, weight-decay 0.1, grad-clip 1.0, eval-every 0, seed 0, compile no, "
+        "cuda-graph no, save-every 200"
+    )
 
 
 def test_help_has_both_defaults(capsys):
@@ -153,21 +128,14 @@ def test_the_gpu_model_has_about_50_million_parameters():
     assert (layer.head_k_dim, layer.head_v_dim) == (128, 256)
 
 
-def test_cosine_warms_up_and_falls():
-    settings = Settings(steps=100, warmup=20, lr=2.0, schedule="cosine")
-    rates = [settings.learning_rate(step) for step in range(100)]
-    assert rates[:20] == pytest.approx([0.1 * (i + 1) for i in range(20)])
-    assert rates[20:] == pytest.approx([1 + math.cos(math.pi * i / 80) for i in range(80)])
-
-
 SMALL = {"steps": 6, "batch_size": 2, "seq_len": 32, "hidden_size": 16, "layers": 2, "heads": 2}
 SMALL_FLAGS = [x for name, n in SMALL.items() for x in ("--" + name.replace("_", "-"), str(n))]
 
 
-def make_trainer(corpus, device="cpu", **options) -> Trainer:
-    """The GPU's preset with a small model and few steps."""
-    settings = dataclasses.replace(CUDA.settings, **(SMALL | options))
-    return Trainer(settings, corpus, torch.device(device), CUDA.options.compile)
+def make_trainer(corpus, device="cpu", of=CUDA, **options) -> Trainer:
+    """The GPU's preset, or another, with a small model and few steps."""
+    settings = dataclasses.replace(of.settings, **(SMALL | options))
+    return Trainer(settings, corpus, torch.device(device), of.options.compile)
 
 
 @pytest.fixture
@@ -191,23 +159,49 @@ def test_the_compiled_step_is_one_graph_and_equals_the_eager_one(corpus, backend
     assert torch.allclose(run.losses, eager.losses, rtol=1e-3)
 
 
-def test_resumed_compiled_run_equals_the_uninterrupted_one(corpus, tmp_path, backend):
-    runs = [make_trainer(corpus)]
-    for step in range(6):
-        if step == 3:
-            runs[0].save(tmp_path / "half")
+RESUMED = {
+    "plain": (CPU, {}),
+    "convolutions": (CPU, {"use_short_conv": True}),
+    "segments": (CPU, {"segments": 4}),
+    "packed": (CPU, {"segments": 4, "packed": True}),
+    "compiled": (CUDA, {}),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_equals_the_uninterrupted_one(corpus, tmp_path, backend, case):
+    of, options = RESUMED[case]
+    runs = [make_trainer(corpus, of=of, steps=8, **options)]
+    if "use_short_conv" in options:  # they start as torch's: uniform, within 4 ** -0.5
+        weight = runs[0].model.model.layers[0].attn.q_conv1d.weight
+        assert weight.shape == (8, 1, 4)
+        assert 0.3 < weight.abs().max() <= 0.5 and weight.std() > 0.2
+    for step in range(8):
+        if step == 6:  # inside a window
+            runs[0].save(tmp_path / "first")
+            handed_on = [
+                x for x in read_tensors(tmp_path / "first")[0] if x.startswith("segments.")
+            ]
+            assert bool(handed_on) == ("segments" in options)
             torch.manual_seed(99)
-            runs.append(make_trainer(corpus))
-            runs[1].load(tmp_path / "half")
+            runs.append(make_trainer(corpus, of=of, steps=8, **options))
+            runs[1].load(tmp_path / "first")
+            runs[1].evaluate()
+            runs[1].evaluations.clear()
         for run in runs:
             run.update()
     for i, run in enumerate(runs):
+        run.evaluate()
         run.save(tmp_path / str(i))
     (tensors, metadata), (others, other_metadata) = (read_tensors(tmp_path / x) for x in "01")
-    assert metadata == other_metadata
-    assert tensors.keys() == others.keys()
-    assert not any("_orig_mod" in name for name in tensors)
+    assert metadata == other_metadata and metadata["step"] == len(tensors["losses"]) == 8
+    assert tensors.keys() == others.keys()  # at a window's end there is nothing to hand on
+    assert not any("_orig_mod" in name or name.startswith("segments.") for name in tensors)
+    moments = [name for name in tensors if name.endswith(".exp_avg_sq")]
+    assert len(moments) == len(list(runs[1].model.parameters()))
     assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
+    assert tensors["losses"].isfinite().all()
+    assert tensors["model.lm_head.weight"].dtype == torch.float32
 
 
 def test_metrics_have_the_best_evaluation(folder, tmp_path, capsys, monkeypatch):

@@ -7,15 +7,11 @@ import pytest
 import torch
 from models import make_model
 from torch.nn import functional as F
+from trainers import CORPUS, TEXTS, make_trainer
 
-from gla_ext import train
-from gla_ext.model.checkpoint import read_tensors
-from gla_ext.train import trainer
-from gla_ext.train.data import Batches, Corpus, encode
+from gla_ext.train.data import Batches, encode
 from gla_ext.train.segments import SegmentedLoss, forward, most_documents, pack_rows
 
-TEXTS = [b"abcdefg", b"hi", b"j" * 40, b"klmnop" * 9, b"q", b"rstuv" * 11, b"wxyz" * 30]
-CORPUS = Corpus("texts", tuple((str(i), x) for i, x in enumerate(TEXTS)), (("8", b"abab" * 20),))
 STREAM = encode(CORPUS.train)
 
 
@@ -25,11 +21,6 @@ def nats(logits, targets):
 
 def model_of_bytes(**options):
     return make_model(vocab_size=256, **options).double().train()
-
-
-def make_trainer(**options):
-    tiny = {"steps": 8, "batch_size": 2, "seq_len": 16, "hidden_size": 16, "layers": 2, "heads": 2}
-    return trainer.Trainer(trainer.Settings(**(tiny | options)), CORPUS, torch.device("cpu"))
 
 
 def test_the_steps_of_a_window_follow_each_other():
@@ -108,32 +99,8 @@ def test_no_gradient_passes_the_end_of_a_segment():
     assert any(not torch.allclose(got[name], others[name].grad) for name in got)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_resumed_inside_a_window_it_equals_the_uninterrupted_run(tmp_path, packed):
-    whole, first = (make_trainer(segments=4, packed=packed) for _ in range(2))
-    for _ in range(8):
-        whole.update()
-    for _ in range(6):
-        first.update()
-    first.save(tmp_path / "first")
-    assert any(name.startswith("segments.") for name in read_tensors(tmp_path / "first")[0])
-    rest = make_trainer(segments=4, packed=packed)
-    rest.load(tmp_path / "first")
-    for _ in range(2):
-        rest.update()
-    for name, run in (("whole", whole), ("rest", rest)):
-        run.evaluate()
-        run.save(tmp_path / name)
-    tensors, others = (read_tensors(tmp_path / name) for name in ("whole", "rest"))
-    assert tensors[1] == others[1]
-    assert tensors[0].keys() == others[0].keys()  # at a window's end there is nothing to hand on
-    assert not any(name.startswith("segments.") for name in tensors[0])
-    for name, tensor in tensors[0].items():
-        assert torch.equal(tensor, others[0][name]), name
-
-
 def test_a_packed_evaluation_is_that_of_each_document_alone(monkeypatch):
-    run = make_trainer(packed=True)
+    run = make_trainer(packed=True, seq_len=16, layers=2)
     run.held_out = STREAM
     monkeypatch.setattr(run, "evaluation_segment", 50)
     bits = run.evaluate()
@@ -145,20 +112,6 @@ def test_a_packed_evaluation_is_that_of_each_document_alone(monkeypatch):
         total += F.cross_entropy(logits[0], row[1:], reduction="sum").item()
     size = sum(map(len, TEXTS))
     assert bits == pytest.approx(total / size / torch.tensor(2.0).log().item(), rel=1e-5)
-
-
-def test_the_command_line_takes_both(tmp_path, capsys):
-    tiny = ["--steps", 3, "--batch-size", 2, "--seq-len", 16, "--hidden-size", 16, "--layers", 1]
-    tiny += ["--heads", 2, "--device", "cpu", "--sample-bytes", 4, "--segments", 2, "--packed"]
-    text = tmp_path / "text.txt"
-    text.write_bytes(b"some words of text\n" * 40)
-    out = tmp_path / "out"
-    assert train.main([str(x) for x in ["--data", text, "--out", out, *tiny]]) == 0
-    assert "but " in capsys.readouterr().out
-    settings = read_tensors(out / train.CHECKPOINT)[1]["settings"]
-    assert (settings["segments"], settings["packed"]) == (2, True)
-    assert train.main(["--out", str(out), "--segments", "0"]) == 2
-    assert "expected --segments to be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_compiled_it_is_the_same(monkeypatch):

@@ -1,11 +1,8 @@
-// What enters a rank's part of a text, of what all ranks have handed on: the fold of fold.h.
+// The state that enters a rank's part of a sequence, computed from the summaries of all ranks by
+// the fold of fold.h.
 //
-// grid    256 elements of x in the layout [rows, H, K, V], an element a thread; then 256 decays
-//         that are kept, one a thread
-// reads   states, decays, boundary
-// writes  x, kept
-//
-// fp32, in the order of the ranks whatever the grid.
+// grid    256 elements of x in the layout [rows, H, K, V], an element a thread; then the decays to
+//         be kept, 256 of them, one a thread
 #include "cuda/device/gates.cuh"
 #include "cuda_kernels.h"
 

@@ -6,8 +6,8 @@
 
 namespace gla_ext::cuda {
 
-// Accurate to fp32 for fp32 rows. Shorter ones take two instructions, whose error of some 2^-22 is
-// far below their rounding.
+// Accurate to fp32 if T is float. For shorter types it takes two instructions, whose error of about
+// 2^-22 is far below the rounding of T.
 template <class T>
 __device__ __forceinline__ float sigmoid(float x) {
   if constexpr (std::is_same_v<T, float>) {
@@ -19,8 +19,8 @@ __device__ __forceinline__ float sigmoid(float x) {
   }
 }
 
-// body(function) with the activation as a function of (x, f, f'), whose f' the compiler drops where
-// it is not read. NaN stays NaN.
+// Calls body(function), where function(x, f, f') computes the activation. The compiler drops f'
+// where it is not read. NaN stays NaN.
 template <class T, class Body>
 __device__ __forceinline__ void with_activation(Activation activation, Body&& body) {
   switch (activation) {

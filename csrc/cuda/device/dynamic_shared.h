@@ -1,5 +1,5 @@
-// What a multiprocessor holds, and shared memory beyond 48 KiB, which a kernel must be allowed on
-// each device.
+// The limits of a multiprocessor, and shared memory beyond 48 KiB, which must be enabled for a
+// kernel on each device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,12 +9,12 @@
 
 namespace gla_ext::cuda {
 
-// Whether a multiprocessor holds so many blocks of so many bytes of shared memory each.
+// Whether a multiprocessor can hold `blocks` blocks with `bytes` of shared memory each.
 constexpr bool fits_multiprocessor(size_t blocks, size_t bytes) {
-  constexpr size_t kSharedMemory = 228 << 10, kReserved = 1 << 10;  // of a block
+  constexpr size_t kSharedMemory = 228 << 10, kReserved = 1 << 10;  // kReserved: of each block
   return blocks * (bytes + kReserved) <= kSharedMemory;
 }
-// Registers that a thread starts with where `threads` threads share a multiprocessor's.
+// Registers that a thread starts with if `threads` threads share those of a multiprocessor.
 constexpr int launch_registers(int threads) { return 65536 / threads / 8 * 8; }
 
 class DynamicShared {
@@ -23,7 +23,7 @@ class DynamicShared {
   DynamicShared(Kernel kernel, size_t bytes)
       : kernel_(reinterpret_cast<const void*>(kernel)), bytes_(static_cast<int>(bytes)) {}
 
-  // For the current device. An error is left to the launch that follows.
+  // Enables the shared memory on the current device. An error is left to the following launch.
   void allow() const {
     int device = 0;
     if (cudaGetDevice(&device) != cudaSuccess) return;

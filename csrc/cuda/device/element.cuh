@@ -14,8 +14,9 @@ namespace gla_ext::cuda {
 using bf16 = __nv_bfloat16;
 using half = __half;
 
-// What a product of tensors of type In multiplies: bf16 as it is. fp16's exponents are too few for
-// gated operands, so fp16 and fp32 are multiplied as fp32 words, rounded to tf32 or not.
+// The operand type of products of tensors of type In. bf16 is used as it is. fp16 has too few
+// exponents for gated operands, so fp16 and fp32 are multiplied as fp32 words, which may be rounded
+// to tf32.
 template <class In>
 struct OperandOf {
   using type = float;
@@ -27,7 +28,8 @@ struct OperandOf<bf16> {
 template <class In>
 using Operand = typename OperandOf<In>::type;
 
-// Whether products of tensors of type In take tf32: fp16 always, known when compiling.
+// Whether products of tensors of type In use tf32. For fp16 this is always so, and known at compile
+// time.
 template <class In>
 __device__ __forceinline__ bool takes_tf32(const Problem& p) {
   return std::is_same_v<In, half> || p.tf32;
@@ -52,7 +54,7 @@ __device__ __forceinline__ float from_float<float>(float x) {
   return x;
 }
 
-// Element i of a row's words, as they lie in memory.
+// Element i of a row's words, in the format of memory.
 template <class T>
 __device__ __forceinline__ float element_of(const uint32_t* words, int i) {
   if constexpr (sizeof(T) == 4) {
@@ -65,11 +67,11 @@ __device__ __forceinline__ float element_of(const uint32_t* words, int i) {
       return __half2float(__ushort_as_half(bits));
   }
 }
-// The bits of a short element.
+// The bits of an element of 16 bits.
 __device__ __forceinline__ uint16_t bits_of(bf16 x) { return __bfloat16_as_ushort(x); }
 __device__ __forceinline__ uint16_t bits_of(half x) { return __half_as_ushort(x); }
 
-// Two elements as they lie in memory, the first in the lower half.
+// Two elements in the format of memory, the first in the lower half.
 template <class T>
 __device__ __forceinline__ uint32_t pack(float x0, float x1) {
   if constexpr (std::is_same_v<T, bf16>) {
@@ -81,7 +83,7 @@ __device__ __forceinline__ uint32_t pack(float x0, float x1) {
   }
 }
 
-// Eight consecutive elements of a row, as they lie in memory.
+// Eight consecutive elements of a row, in the format of memory.
 template <class T>
 struct alignas(16) Eight {
   static constexpr int kWords = 8 * sizeof(T) / 4;
@@ -102,7 +104,7 @@ struct alignas(16) Eight {
   }
 };
 
-// Sixteen bytes from `p`, or zeros.
+// Loads 16 bytes from `p`; gives zeros if not `there`.
 __device__ __forceinline__ void load16(uint32_t* words, const void* p, bool there) {
   asm("{\n"
       "  .reg .pred there;\n"
@@ -117,11 +119,12 @@ __device__ __forceinline__ void load16(uint32_t* words, const void* p, bool ther
       : "l"(p), "r"(static_cast<uint32_t>(there)));
 }
 
-// How a kernel reaches memory. kFast: every row starts at a multiple of 16 bytes, K and V are
-// multiples of 8, and scores and states are what products take. kGeneral: anything else.
+// How a kernel accesses memory. kFast: every row starts at a multiple of 16 bytes, K and V are
+// multiples of 8, and scores and states have the operand type of products. kGeneral: all other
+// cases.
 enum class Access { kFast, kGeneral };
 
-// Eight elements from `p`, of which the first `valid` are there and the others 0.
+// Loads eight elements from `p`. Only the first `valid` exist; the others are 0.
 template <Access kAccess, class T>
 __device__ __forceinline__ Eight<T> load8(const T* p, int valid) {
   Eight<T> x;
@@ -138,7 +141,7 @@ __device__ __forceinline__ Eight<T> load8(const T* p, int valid) {
   return x;
 }
 
-// From an address that is a multiple of 16 bytes, shared memory's too.
+// Loads eight elements from an address that is a multiple of 16 bytes, also in shared memory.
 template <class T>
 __device__ __forceinline__ Eight<T> load8_aligned(const T* p) {
   Eight<T> x;
@@ -155,7 +158,7 @@ __device__ __forceinline__ float round_tf32(float x) {
   return __uint_as_float(r);
 }
 
-// x as a product takes it. `tf32` decides for fp32 words only.
+// x as an operand of a product. `tf32` matters only for fp32 words.
 template <class Op>
 __device__ __forceinline__ Op to_operand(float x, bool tf32) {
   if constexpr (std::is_same_v<Op, bf16>)
@@ -192,7 +195,7 @@ __device__ __forceinline__ Eight<Op> to_operands(const Eight<In>& x, bool tf32) 
   }
 }
 
-// Eight scores or elements of a state: fp32, or bf16 where `dtype` says so.
+// Loads eight scores or elements of a state, which are fp32, or bf16 according to `dtype`.
 template <Access kAccess, class Op>
 __device__ __forceinline__ Eight<Op> load8_operands(const void* base, DType dtype, int64_t offset,
                                                     int valid, bool tf32) {
@@ -203,7 +206,7 @@ __device__ __forceinline__ Eight<Op> load8_operands(const void* base, DType dtyp
   return to_operands<Op>(load8<kAccess>(static_cast<const float*>(base) + offset, valid), tf32);
 }
 
-// To an address that is a multiple of 16 bytes.
+// Stores eight elements to an address that is a multiple of 16 bytes.
 template <class T>
 __device__ __forceinline__ void store8(T* p, const Eight<T>& x) {
 #pragma unroll
@@ -211,7 +214,7 @@ __device__ __forceinline__ void store8(T* p, const Eight<T>& x) {
     reinterpret_cast<uint4*>(p)[i] = reinterpret_cast<const uint4*>(x.words)[i];
 }
 
-// The first `valid` of eight floats to a row of any type.
+// Stores the first `valid` of eight floats to a row of any type.
 template <Access kAccess, class T>
 __device__ __forceinline__ void store8(T* p, const float (&x)[8], int valid) {
   if constexpr (kAccess == Access::kFast) {
@@ -229,7 +232,7 @@ __device__ __forceinline__ void store8(T* p, const float (&x)[8], int valid) {
   }
 }
 
-// Two neighbours of a row, the first at an even column.
+// Stores two neighbours of a row, the first at an even column.
 template <Access kAccess, class T>
 __device__ __forceinline__ void store2(T* p, float x0, float x1, int valid) {
   if constexpr (kAccess == Access::kGeneral) {
@@ -245,7 +248,7 @@ __device__ __forceinline__ void store2(T* p, float x0, float x1, int valid) {
   }
 }
 
-// The same into scores or a state: fp32, or bf16 where `dtype` says so.
+// Stores two neighbours of scores or a state, which are fp32, or bf16 according to `dtype`.
 template <Access kAccess, class Op>
 __device__ __forceinline__ void store2_operands(void* base, DType dtype, int64_t offset, float x0,
                                                 float x1, int valid) {

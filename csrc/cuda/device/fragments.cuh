@@ -1,4 +1,5 @@
-// The operands of 16 x 8 x 16 products of bf16 or fp16, as a warp holds them, for lane = 4 i + t:
+// The operands of 16 x 8 x 16 products of bf16 or fp16 in the registers of a warp, for lane = 4 i +
+// t:
 //
 //   a  16 x 16    (i, 2t ..), (i + 8, 2t ..), (i, 2t + 8 ..), (i + 8, 2t + 8 ..)
 //   b  16 x 8     (2t .., i), (2t + 8 .., i)
@@ -29,7 +30,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// An 8 x 8 matrix of which a lane holds (i, 2t) and (i, 2t + 1), transposed.
+// Transposes an 8 x 8 matrix of which a lane holds (i, 2t) and (i, 2t + 1).
 __device__ __forceinline__ uint32_t transposed(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));

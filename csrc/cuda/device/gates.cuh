@@ -1,9 +1,10 @@
 // Gates: their log2 form, the tier of a chunk, and the exponents of operands.
 //
-// A chunk is in tier 1 where its b, 0 before the first token included, stay within kTierRange. One
-// integer reference r a channel then serves the whole chunk: q^ = q 2^(b - r) and k^ = k 2^(r - b)
-// are ordinary numbers, and the chunk is ordinary linear attention. Any other chunk has strong
-// gates and is called a strong chunk: its scores are anchored at sub-chunks (steps/strong/).
+// A chunk is in tier 1 if all of its b, including 0 before the first token, stay within a range of
+// kTierRange. One integer reference r per channel then serves the whole chunk: q^ = q 2^(b - r) and
+// k^ = k 2^(r - b) neither overflow nor underflow, and the chunk is ordinary linear attention. Any
+// other chunk has strong gates and is called a strong chunk: its scores are anchored at sub-chunks
+// (steps/strong/).
 #pragma once
 
 #include "tile.cuh"
@@ -12,40 +13,41 @@ namespace gla_ext::cuda {
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kReset = -150.f;     // log2 units; 2^x of a clamped gate is exactly 0
-constexpr float kTierRange = 112.f;  // of b in a chunk of tier 1, its start included
+constexpr float kTierRange = 112.f;  // range of b in a tier-1 chunk, its start included
 
-// 2^x, 0 below the smallest normal number.
+// 2^x, or 0 if that is below the smallest normal number.
 __device__ __forceinline__ float exp2_ftz(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Natural-log gate to x; NaN stays NaN.
+// Converts a natural-log gate to x. NaN stays NaN.
 __device__ __forceinline__ float to_log2(float g) {
   const float x = g * kLog2E;
   return x < kReset ? kReset : x;
 }
 
-// Tier 1's reference, mid-range for gates of one sign: an integer, so that 2^r is exact.
+// The reference of tier 1, the middle of the range if all gates have one sign. It is an integer, so
+// that 2^r is exact.
 __device__ __forceinline__ float reference_of(float b_last) { return rintf(0.5f * b_last); }
 
-// Whether |b - mid| or |mid| is over half of tier 1's range; true for NaN.
+// Whether |b - mid| exceeds half of tier 1's range, or |b_last| the whole; true for NaN.
 __device__ __forceinline__ bool out_of_tier1(float b, float b_last) {
   return !(fabsf(b - 0.5f * b_last) <= kTierRange / 2) || !(fabsf(b_last) <= kTierRange);
 }
 
 __device__ __forceinline__ bool in_tier1(const Problem& p, const Chunk& chunk) {
-  const uint8_t* flags = p.tiers + chunk.slot * kMaxTierBlocks;
+  const uint8_t* flags = p.tiers + chunk.entry * kMaxTierBlocks;
   bool out = false;
   for (int i = 0; i * kTierBlock < p.K; ++i) out |= flags[i] != 0;
   return !out;
 }
 
-// Strong chunks are few, or nearly all. As many blocks as fill a GPU look at every strong_blocks-th
-// chunk and call f(chunk, part of `parts`) for the strong ones. The host and the device agree on
-// the number, a prime, so that a block's chunks come from different heads: one head with strong
-// gates then loads all blocks alike.
+// Strong chunks are few, or nearly all of them. As many blocks as fill a GPU look at every
+// strong_blocks-th chunk and call f(chunk, part of `parts`) for the strong ones. Host and device
+// compute the same number of blocks. It is a prime, so that a block's chunks come from different
+// heads: one head with strong gates then loads all blocks equally.
 __host__ __device__ inline int64_t strong_blocks(int64_t chunk_heads) {
   constexpr int64_t kEnough = 263;
   return chunk_heads < kEnough ? chunk_heads : kEnough;
@@ -54,8 +56,8 @@ __host__ __device__ inline int64_t strong_blocks(int64_t chunk_heads) {
 template <class F>
 __device__ __forceinline__ void for_strong_chunks(const Problem& p, int parts, F&& f,
                                                   unsigned block = blockIdx.x) {
-  // The host keeps their number within a grid's 31 bits.
-  const auto chunks = static_cast<uint32_t>(p.grid.B * p.grid.slots * p.H);
+  // The host keeps the number of chunks within a grid's 31 bits.
+  const auto chunks = static_cast<uint32_t>(p.grid.B * p.grid.entries * p.H);
   const auto step = static_cast<uint32_t>(strong_blocks(chunks));
   for (uint32_t first = block / parts; first < chunks; first += 32 * step) {
     const uint32_t mine = first + threadIdx.x % 32 * step;
@@ -69,13 +71,13 @@ __device__ __forceinline__ void for_strong_chunks(const Problem& p, int parts, F
     for (; left != 0; left &= left - 1) {
       f(find_chunk(p, first + (__ffs(static_cast<int>(left)) - 1) * step),
         static_cast<int>(block % parts));
-      __syncthreads();  // shared memory is read before the next chunk comes
+      __syncthreads();  // shared memory is read before the next chunk overwrites it
     }
   }
 }
 
-// The same with f() and the chunk in shared memory, a block a chunk, for code that has no registers
-// for it.
+// for_strong_chunks for code that has no registers for the chunk: the chunk is in shared memory, a
+// block does a whole chunk, and f has no arguments.
 template <class F>
 __device__ __forceinline__ void for_strong_chunks(const Problem& p, Chunk& shared, F&& f,
                                                   unsigned block = blockIdx.x) {
@@ -87,8 +89,8 @@ __device__ __forceinline__ void for_strong_chunks(const Problem& p, Chunk& share
   for_strong_chunks(p, 1, with_shared, block);
 }
 
-// x of 16 tokens of one channel: from the gates where they are there, else as differences of b.
-// Tokens from `length` on have x = 0.
+// x of 16 tokens of one channel: from the gates if they are given, else as differences of b. Tokens
+// from `length` on have x = 0.
 struct GateColumn {
   float x[kSubChunk];
 
@@ -142,7 +144,7 @@ struct GateColumn {
   }
 };
 
-// The same in the fused path, which always has gates, in bf16 or fp32.
+// GateColumn for the fused path, which always has gates, in bf16 or fp32.
 struct FusedGateColumn : GateColumn {
   __device__ __forceinline__ FusedGateColumn(const Problem& p, const Chunk& chunk, int first_token,
                                              int channel) {
@@ -153,8 +155,8 @@ struct FusedGateColumn : GateColumn {
   }
 };
 
-// x_i becomes the sum of x from token i of a sub-chunk to the end of its chunk. One thread a
-// channel and a sub-chunk; all threads take part.
+// Replaces x_i by the sum of x from token i of a sub-chunk to the end of its chunk. A thread has
+// one channel and one sub-chunk; all threads must call it.
 template <int kColumns>
 __device__ __forceinline__ void suffix_sum(float (&x)[kSubChunk], float (*s_sums)[kColumns],
                                            int sub, int column) {
@@ -173,7 +175,7 @@ __device__ __forceinline__ void suffix_sum(float (&x)[kSubChunk], float (*s_sums
 }
 
 // 16 tokens of one channel of q or k, zero from `length` on. kInput: the kernel does not write the
-// tensor. Behind the last token an element of the chunk is then loaded instead, which takes fewer
+// tensor. Past the last token it then loads another element of the chunk, which takes fewer
 // registers than a predicate.
 template <class In, bool kInput = true>
 struct Column {
@@ -196,7 +198,8 @@ struct Column {
   }
 };
 
-// Tier 1's operands q^ = q 2^(b - r) and k^ = k 2^(r - b) of kColumns channels from `first`.
+// Loads tier 1's operands q^ = q 2^(b - r) and k^ = k 2^(r - b) of kColumns channels, starting at
+// `first`.
 template <Access kAccess, class Op, class In, int kColumns>
 __device__ __forceinline__ void load_tier1_operands(Op* s_q, Op* s_k, const Problem& p,
                                                     const Chunk& chunk, int first) {
@@ -224,7 +227,7 @@ __device__ __forceinline__ void load_tier1_operands(Op* s_q, Op* s_k, const Prob
   });
 }
 
-// Whether sums of the gates after a token are there: only fp32 inputs have them.
+// Whether sums of the gates after a token are given: only fp32 inputs have them.
 template <class In>
 __device__ __forceinline__ bool has_suffix(const Problem& p) {
   return std::is_same_v<In, float> && p.b_suffix.data != nullptr;
@@ -237,16 +240,16 @@ __device__ __forceinline__ const float* suffix_at(const Problem& p, int64_t row,
   return has_suffix<In>(p) ? rows_at<const float>(p.b_suffix, row, token, head) : nullptr;
 }
 
-// What faces the states: q scale 2^b (kFromStart), or k 2^(b_C - b) (kToEnd).
+// The operand that multiplies the states: q scale 2^b (kFromStart), or k 2^(b_C - b) (kToEnd).
 enum class Decay { kFromStart, kToEnd };
 
-// Eight of them, on their way to shared memory.
+// Eight elements of such an operand, loaded ahead.
 template <Access kAccess, class In, Decay kDecay>
 struct StateOperand {
   Eight<In> x;
   Eight<float> e;
 
-  // `base`, `b` and, where it is there, `suffix` point at the chunk's first token.
+  // `base`, `b` and `suffix` (if not null) point to the chunk's first token.
   __device__ __forceinline__ void load(const Problem& p, const In* base, const Rows& r,
                                        const float* b, const float* suffix, int row, int length,
                                        int column) {

@@ -1,4 +1,4 @@
-// Reading indices that nothing has checked.
+// Reads indices that have not been checked.
 #pragma once
 
 #include <cstdint>

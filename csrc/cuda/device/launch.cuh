@@ -1,4 +1,4 @@
-// From a Problem to a kernel's instantiation and grid.
+// Chooses a kernel's instantiation and grid for a Problem.
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,7 @@ struct Type {
   using type = T;
 };
 
-// f(Type<bf16 | half | float>)
+// Calls f(Type<bf16 | half | float>) for the dtype.
 template <class F>
 void with_dtype(DType dtype, F&& f) {
   switch (dtype) {
@@ -26,7 +26,7 @@ void with_dtype(DType dtype, F&& f) {
   }
 }
 
-// f(Type<bf16 | half | float>, Constant<Access>) by the dtype and what is known of the rows.
+// Calls f(Type<bf16 | half | float>, Constant<Access>) for the dtype and the alignment of the rows.
 template <Access kAccess>
 using Constant = std::integral_constant<Access, kAccess>;
 
@@ -53,7 +53,7 @@ void with_dtype_and_access(const Problem& p, F&& f) {
   });
 }
 
-// The same for a call with gates on values, whose tensors are bf16 or fp32.
+// Like with_dtype_and_access, for a call with gates on values, whose tensors are bf16 or fp32.
 template <class F>
 void with_gated_access(const Problem& p, const Problem& values, F&& f) {
   const bool fast = allows_fast_access(p) && allows_fast_access(values);
@@ -67,17 +67,17 @@ void with_gated_access(const Problem& p, const Problem& values, F&& f) {
   with(Type<float>{});
 }
 
-// Chunks of all batch rows and heads.
+// The number of chunks of all batch rows and heads.
 inline int64_t chunk_heads(const Problem& p) {
-  return p.grid.T == 0 ? 0 : p.grid.B * p.grid.slots * p.H;
+  return p.grid.T == 0 ? 0 : p.grid.B * p.grid.entries * p.H;
 }
 
-// Blocks of a kernel that works on strong chunks, `parts` for each.
+// The number of blocks of a kernel for strong chunks, `parts` per chunk.
 inline int64_t strong_grid(const Problem& p, int64_t parts) {
   return strong_blocks(chunk_heads(p)) * parts;
 }
 
-// The Problem for a kernel that is told a fact.
+// A copy of the Problem in which a flag is set for the kernel.
 inline Problem told(Problem p, bool Problem::* fact) {
   p.*fact = true;
   return p;
@@ -94,8 +94,8 @@ void launch(Kernel kernel, int64_t blocks, int threads, const Problem& p, const 
   if (blocks > 0) kernel<<<dim3(static_cast<unsigned>(blocks)), threads, 0, stream>>>(p, values);
 }
 
-// f(Type<In>, Constant<Access>, integral_constant of the values a tile): 128 values pay for bf16,
-// whose tiles are half as large.
+// Calls f(Type<In>, Constant<Access>, integral_constant of the values of a tile). Tiles of 128
+// values pay off only for bf16, whose tiles are half as large.
 template <class F>
 void with_value_tiles(const Problem& p, F&& f) {
   with_dtype_and_access(p, [&](auto type, auto access) {

@@ -1,14 +1,14 @@
 // Matrix products of one warp on tiles in shared memory, fp32 accumulators in registers.
 //
-// acc[m / 16][n / 8][0 .. 3] are, for lane = 4 g + t, the elements (g, 2t), (g, 2t + 1), (g + 8,
-// 2t) and (g + 8, 2t + 1) of a 16 x 8 tile.
+// For lane = 4 g + t, acc[m / 16][n / 8][0 .. 3] are the elements (g, 2t), (g, 2t + 1), (g + 8, 2t)
+// and (g + 8, 2t + 1) of a 16 x 8 tile.
 #pragma once
 
 #include "element.cuh"
 
 namespace gla_ext::cuda {
 
-// How an operand tile lies in shared memory: A [m][k] or [k][m], B [k][n] or [n][k].
+// The layout of an operand tile in shared memory: A [m][k] or [k][m], B [k][n] or [n][k].
 enum class Stored { kAsIs, kTransposed };
 
 template <int M, int N>
@@ -21,7 +21,8 @@ __device__ __forceinline__ void clear(float (&acc)[M][N][4]) {
       for (int e = 0; e < 4; ++e) acc[i][j][e] = 0;
 }
 
-// Four 8 x 8 matrices, a pair of neighbours a lane; lane l gives the row of matrix l / 8.
+// Loads four 8 x 8 matrices; a lane gets a pair of neighbours of each. Lane l passes the address of
+// a row of matrix l / 8.
 __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -41,7 +42,7 @@ __device__ __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], const bf16
                : "memory");
 }
 
-// 16 x 8 x 16, bf16
+// 16 x 8 x 16, bf16.
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                     uint32_t b1) {
   asm volatile(
@@ -51,7 +52,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// 16 x 8 x 8, tf32
+// 16 x 8 x 8, tf32.
 __device__ __forceinline__ void mma(float (&c)[4], const float (&a)[4], float b0, float b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -61,7 +62,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const float (&a)[4], float b0
         "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
-// acc += A B over `depth` terms, a multiple of 16. A and B point at the warp's first row and
+// acc += A B over `depth` terms, a multiple of 16. A and B point to the warp's first row and
 // column.
 template <Stored kA, Stored kB, int kPitchA, int kPitchB, int M, int N>
 __device__ __forceinline__ void product(float (&acc)[M][N][4], const bf16* A, const bf16* B,
@@ -98,7 +99,7 @@ __device__ __forceinline__ float element(const float* tile, int row, int column)
   return kStored == Stored::kAsIs ? tile[row * kPitch + column] : tile[column * kPitch + row];
 }
 
-// The same for fp32 words: tf32 products, or fp32 ones by fused multiply-adds in the order of k.
+// acc += A B for fp32 words: by tf32 products, or by fp32 fused multiply-adds in the order of k.
 template <Stored kA, Stored kB, int kPitchA, int kPitchB, int M, int N>
 __device__ __forceinline__ void product(float (&acc)[M][N][4], const float* A, const float* B,
                                         int depth, bool tf32) {
@@ -143,7 +144,7 @@ __device__ __forceinline__ void product(float (&acc)[M][N][4], const float* A, c
   }
 }
 
-// f(row, column, x0, x1) for the pairs of neighbours this lane holds.
+// Calls f(row, column, x0, x1) for the pairs of neighbours that this lane holds.
 template <int M, int N, class F>
 __device__ __forceinline__ void for_pairs(const float (&acc)[M][N][4], F&& f) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

@@ -1,12 +1,11 @@
-// From a token, chunk or segment of a packed batch to its sequence.
+// Finds the sequence of a token, chunk or segment of a packed batch.
 #pragma once
 
 #include "cuda/host/params.h"
 
 namespace gla_ext::cuda {
 
-// The last sequence n for which first(n) <= index. Number N stands for the tokens after all of
-// them.
+// The last sequence n with first(n) <= index. Number N stands for the tokens after all sequences.
 template <class First>
 __device__ __forceinline__ uint32_t find_packed(const ChunkGrid& grid, uint32_t index,
                                                 First&& first) {

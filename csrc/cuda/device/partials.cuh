@@ -1,4 +1,4 @@
-// Sums over what the blocks of a kernel have left, in an order that follows from their number.
+// Sums the partial results of a kernel's blocks, in an order that depends only on their number.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,9 @@ namespace gla_ext::cuda {
 
 constexpr int kSumColumns = 32, kSumRows = 32;  // threads of a block
 
-// The sum of partials[blocks, width] over blocks, in the threads of row 0: the threads of a column
-// take every kSumRows-th, then these are added. All threads call it, with their column.
+// The sum of partials[blocks, width] over blocks; the threads of row 0 get it. Each thread of a
+// column adds every kSumRows-th partial result, then these sums are added. All threads must call
+// it, with their column.
 __device__ __forceinline__ float sum_over_blocks(const float* partials, int64_t blocks,
                                                  int64_t width, int64_t column) {
   __shared__ float s_sums[kSumRows][kSumColumns];

@@ -1,14 +1,15 @@
-// Rows and the blocks of threads that have them, eight columns a thread: results, and sums.
+// Kernels over rows, where a thread has eight columns: storing results, and sums over a row's
+// threads.
 #pragma once
 
 #include "launch.cuh"
 
 namespace gla_ext::cuda {
 
-constexpr int kRowThreads = 256;  // of a block
+constexpr int kRowThreads = 256;  // threads of a block
 constexpr int kRowWarps = kRowThreads / 32;
 
-// Eight results, rounded in pairs where a row is written 16 bytes at a time.
+// Stores eight results. If a row is written 16 bytes at a time, they are rounded in pairs.
 template <Access kAccess, class T>
 __device__ __forceinline__ void store_results(T* p, const float (&x)[8], int valid) {
   if constexpr (kAccess == Access::kFast && sizeof(T) == 2) {
@@ -29,7 +30,7 @@ __device__ __forceinline__ void store_results(T* p, const float (&x)[8], int val
   }
 }
 
-// The sum over kLanes neighbouring lanes of a warp, the same bits in each of them.
+// The sum over kLanes neighbouring lanes of a warp. All of them get the same bits.
 template <int kLanes>
 __device__ __forceinline__ float sum_of_lanes(float x) {
 #pragma unroll
@@ -38,18 +39,18 @@ __device__ __forceinline__ float sum_of_lanes(float x) {
   return x;
 }
 
-// Sums over kLanes neighbouring threads of a block, where these are whole warps, through places
-// that take turns: one barrier a sum.
+// Sums over kLanes neighbouring threads of a block; kLanes is a multiple of a warp. Two buffers are
+// used in turn, so a sum needs only one barrier.
 template <int kLanes>
 class WarpSums {
  public:
-  // The same bits in each of the threads; all of the block call it.
+  // The sum, with the same bits in each thread. All threads of the block must call it.
   __device__ __forceinline__ float operator()(float x, float (&s_warps)[2][kRowWarps]) {
     constexpr int kWarps = kLanes / 32;
     const int warp = threadIdx.x / 32;
     x = sum_of_lanes<32>(x);
     if (threadIdx.x % 32 == 0) s_warps[turn_][warp] = x;
-    __syncthreads();  // s_warps[turn_] is written, and s_warps[1 - turn_] read by all
+    __syncthreads();  // s_warps[turn_] is written, s_warps[1 - turn_] is read by all
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < kWarps; ++i) sum += s_warps[turn_][warp / kWarps * kWarps + i];

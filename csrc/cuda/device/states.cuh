@@ -1,4 +1,4 @@
-// Where the states that enter and leave sequences lie: one after the other, or in rows of a pool.
+// Where the states entering and leaving sequences are stored: consecutively, or in rows of a pool.
 #pragma once
 
 #include "chunk.cuh"
@@ -6,12 +6,12 @@
 
 namespace gla_ext::cuda {
 
-// The matrix of a sequence and head; without data there is none, and what is read is 0.
+// The state matrix of a sequence and head. Without `data` there is none, and reads give 0.
 struct StateMatrix {
   void* data = nullptr;
   DType dtype = DType::kFloat;
 
-  // f(its elements)
+  // Calls f(pointer to the elements).
   template <class F>
   __device__ __forceinline__ void with_elements(F&& f) const {
     if (dtype == DType::kFloat)
@@ -42,13 +42,14 @@ __device__ __forceinline__ bool is_on_pool(const Problem& p) {
   return p.pool.states.data != nullptr;
 }
 
-// Whether sequence n has no row in the pool: no state is touched, and its results are 0.
+// Whether sequence n has no row in the pool. Then no state is read or written, and its results are
+// 0.
 __device__ __forceinline__ bool is_skipped(const Problem& p, int64_t n) {
   const Indices& slots = p.pool.slots;
   return slots.data != nullptr && !is_in(p.pool.states, index_at(slots, n));
 }
 
-// Of states one after the other, [N, H, K, V].
+// The matrix of a sequence and head among consecutive states [N, H, K, V].
 __device__ __forceinline__ StateMatrix matrix_of(const Problem& p, const float* states, int64_t n,
                                                  int64_t head) {
   const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
@@ -69,8 +70,8 @@ __device__ __forceinline__ StateMatrix final_state(const Problem& p, int64_t n, 
   return matrix_in(p.pool.states, index_or(write_slots.data ? write_slots : p.pool.slots, n), head);
 }
 
-// Of sequence n after `tokens` of its tokens, a chunk's last among them; without data where none is
-// asked for.
+// The place for a checkpoint of sequence n after `tokens` of its tokens, which must end a chunk.
+// Without `data` if no checkpoint is due.
 __device__ __forceinline__ StateMatrix checkpoint_of(const Problem& p, int64_t n, int64_t tokens,
                                                      int64_t head) {
   const PoolRows& pool = p.pool;

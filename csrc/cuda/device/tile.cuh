@@ -6,12 +6,12 @@
 
 namespace gla_ext::cuda {
 
-constexpr int kThreads = 256;  // of every kernel that multiplies tiles
+constexpr int kThreads = 256;  // threads of every kernel that multiplies tiles
 constexpr int kTile = 64;      // rows and columns of a tile, unless a kernel says otherwise
 
-// threadIdx.x, read again, so that what follows from it is not computed before a loop over chunks
-// and kept in registers. A twin of thread_index() of sm90/tiles/channels.cuh, which also tells the
-// compiler the range: that makes strong/gradients.cu spill.
+// threadIdx.x, read again, so that values derived from it are not computed before a loop over
+// chunks and kept in registers. thread_index() of sm90/tiles/channels.cuh also tells the compiler
+// the range, which makes strong/gradients.cu spill.
 __device__ __forceinline__ int thread_anew() {
   int thread = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(thread));
@@ -23,8 +23,8 @@ __device__ __forceinline__ int thread_anew() {
 template <class Op, int kColumns>
 constexpr int kPitch = kColumns + 16 / static_cast<int>(sizeof(Op));
 
-// f(pass, row, column) for every eight columns of a tile that this thread fills; a warp's rows are
-// whole.
+// Calls f(pass, row, column) for every eight columns of a tile that this thread fills. A warp has
+// whole rows.
 template <int kRows, int kColumns, class F>
 __device__ __forceinline__ void for_eights(F&& f) {
   constexpr int kEights = kColumns / 8, kStep = kThreads / kEights;
@@ -37,10 +37,10 @@ __device__ __forceinline__ void for_eights(F&& f) {
 template <int kRows, int kColumns>
 constexpr int kPasses = kRows * kColumns / 8 / kThreads;
 
-// The eight warps' shares of a product of 64 rows by kColumns: two by four.
+// The parts of the eight warps, two by four, in a product of 64 rows by kColumns.
 template <int kColumns>
 struct WarpTile {
-  static constexpr int kN = kColumns / 32;  // in 8 columns; 2 in 16 rows
+  static constexpr int kN = kColumns / 32;  // blocks of 8 columns; there are 2 of 16 rows
   int m, n;                                 // first row and column
 
   __device__ __forceinline__ WarpTile()
@@ -48,7 +48,7 @@ struct WarpTile {
         n(static_cast<int>(threadIdx.x) / 64 * (kColumns / 4)) {}
 };
 
-// What this thread has of a tile, as operands, into shared memory.
+// Stores this thread's part of a tile, as operands, to shared memory.
 template <int kColumns, class Op, int kN>
 __device__ __forceinline__ void store_tile(Op* tile, const Eight<Op> (&x)[kN]) {
   static_assert(kN == kPasses<kTile, kColumns>, "every eight is stored");
@@ -57,7 +57,7 @@ __device__ __forceinline__ void store_tile(Op* tile, const Eight<Op> (&x)[kN]) {
   });
 }
 
-// A product of 64 rows by kColumns into an fp32 tile, from which whole rows are read.
+// Stores a product of 64 rows by kColumns as an fp32 tile, from which whole rows can be read.
 template <int kColumns, int kRowPitch>
 __device__ __forceinline__ void store_product(float (*rows)[kRowPitch],
                                               const float (&acc)[2][WarpTile<kColumns>::kN][4]) {
@@ -67,7 +67,8 @@ __device__ __forceinline__ void store_product(float (*rows)[kRowPitch],
   });
 }
 
-// Eight columns of row `token` of q, k, v, do .. as they lie in memory, zero from `length` on.
+// Loads eight columns of row `token` of q, k, v, do .. in the format of memory; zero from `length`
+// on.
 template <Access kAccess, class T>
 __device__ __forceinline__ Eight<T> load_row(const T* base, const Rows& r, int token, int length,
                                              int column, int columns) {
@@ -75,7 +76,7 @@ __device__ __forceinline__ Eight<T> load_row(const T* base, const Rows& r, int t
                         token < length ? columns - column : 0);
 }
 
-// The same of a tensor that the kernel may be overwriting: dq_intra may be dq.
+// load_row for a tensor that the kernel may be overwriting: dq_intra may be dq.
 template <Access kAccess>
 __device__ __forceinline__ Eight<float> load_row_written(const float* base, const Rows& r,
                                                          int token, int length, int column,
@@ -89,7 +90,7 @@ __device__ __forceinline__ Eight<float> load_row_written(const float* base, cons
   return x;
 }
 
-// A tile of tokens on its way to shared memory.
+// A tile of tokens, loaded ahead into registers before it goes to shared memory.
 template <Access kAccess, class In, int kColumns>
 struct TileRows {
   Eight<In> x[kPasses<kTile, kColumns>];
@@ -108,7 +109,8 @@ struct TileRows {
   }
 };
 
-// The same of a state's rows [K][V], from key channel `first_k` and value `first_v`.
+// A tile of a state's rows [K][V], starting at key channel `first_k` and value `first_v`, loaded
+// ahead.
 template <Access kAccess, class In, int kColumns>
 struct StateRows {
   using Op = Operand<In>;

@@ -1,4 +1,4 @@
-// Neighbouring channels of a token, as they lie in memory: what a thread loads and stores at once.
+// Neighbouring channels of a token that a thread loads and stores at once, in the format of memory.
 #pragma once
 
 #include "cuda/device/launch.cuh"
@@ -12,7 +12,7 @@ struct Vec {
   uint32_t words[kWords];
 
   __device__ __forceinline__ float operator[](int i) const { return element_of<T>(words, i); }
-  // Sets element i of what was cleared before.
+  // Sets element i. The words must have been cleared.
   __device__ __forceinline__ void set(int i, T x) {
     if constexpr (sizeof(T) == 4)
       words[i] = __float_as_uint(x);
@@ -25,7 +25,7 @@ struct Vec {
   }
 };
 
-// From an address that is a multiple of its size, or zeros.
+// Loads from an address that is a multiple of the vector's size; gives zeros if not `there`.
 template <class T, int kC>
 __device__ __forceinline__ Vec<T, kC> load_aligned(const T* p, bool there) {
   Vec<T, kC> x;
@@ -44,7 +44,7 @@ __device__ __forceinline__ Vec<T, kC> load_aligned(const T* p, bool there) {
   return x;
 }
 
-// The first `valid` elements, then zeros.
+// Loads the first `valid` elements; the others are zero.
 template <class T, int kC>
 __device__ __forceinline__ Vec<T, kC> load_each(const T* p, int valid) {
   Vec<T, kC> x;
@@ -76,7 +76,7 @@ __device__ __forceinline__ Vec<T, kC> round_to(const float (&x)[kC]) {
   return y;
 }
 
-// The first `valid` results; all of them at once where the address is a multiple of the size.
+// Stores the first `valid` results, all at once if the address is a multiple of the vector's size.
 template <class T, int kC>
 __device__ __forceinline__ void store_vec(T* p, const float (&x)[kC], int valid, bool aligned) {
   if (!aligned) {

@@ -31,7 +31,7 @@ void check_token_stride(const char* op, const Shape& shape) {
 void check_grid(const char* op, const ChunkGrid& grid, int64_t H, int64_t K, int64_t V) {
   constexpr int64_t kChannels = 32, kValues = 64;  // of the smallest blocks
   const int64_t blocks_each = (K + kChannels - 1) / kChannels * ((V + kValues - 1) / kValues);
-  const int64_t chunks = std::max(grid.B * grid.slots, grid.N);
+  const int64_t chunks = std::max(grid.B * grid.entries, grid.N);
   TORCH_CHECK_NOT_IMPLEMENTED(H == 0 || chunks <= kMaxBlocks / blocks_each / H, op,
                               ": expected chunks * H * ceil(K / ", kChannels, ") * ceil(V / ",
                               kValues, ") to be at most ", kMaxBlocks, " on CUDA, got ", chunks,
@@ -259,7 +259,7 @@ void Call::place(const Workspace& w, char* base) {
   };
   static_assert(kBuffers == 30, "each has its line below");
   pointer(Buffer::kSequences, p.grid.sequences);
-  pointer(Buffer::kChunkSlots, p.grid.chunk_slots);
+  pointer(Buffer::kChunkEntries, p.grid.chunk_entries);
   pointer(Buffer::kByLastSegment, p.grid.by_last_segment);
   pointer(Buffer::kCutSequences, p.cut_sequences);
   pointer(Buffer::kTotals, p.grid.totals);
@@ -300,7 +300,7 @@ Rows Call::rows_in(char* part, int64_t last_dim, DType dtype) const {
 void Call::clear_decays() {
   const Problem& p = problem;
   C10_CUDA_CHECK(cudaMemsetAsync(p.b.data, 0, p.K * sizeof(float), stream()));
-  const size_t flags = p.grid.B * p.grid.slots * p.H * kMaxTierBlocks;
+  const size_t flags = p.grid.B * p.grid.entries * p.H * kMaxTierBlocks;
   C10_CUDA_CHECK(cudaMemsetAsync(p.tiers, 0, flags, stream()));
 }
 

@@ -58,7 +58,7 @@ class Call : Launch {
   at::Tensor output_state_if(bool asked_for, float*& state) {
     return asked_for ? output_state(state) : not_asked_for(at::kFloat);
   }
-  // Slots that no sequence needs are zero.
+  // Entries that no sequence needs are zero.
   at::Tensor output_chunk_states(void*& states, DType& dtype, at::ScalarType type);
   at::Tensor not_asked_for(at::ScalarType dtype) const;
 

@@ -11,7 +11,7 @@ namespace gla_ext::cuda {
 
 // cu_seqlens -> grid.sequences and, where it is there, grid.totals; packed only.
 void launch_map_sequences(const Problem& p, cudaStream_t stream);
-// grid.sequences -> grid.chunk_slots and, where it is there, grid.by_last_segment; packed only.
+// grid.sequences -> grid.chunk_entries and, where it is there, grid.by_last_segment; packed only.
 void launch_map_chunks(const Problem& p, cudaStream_t stream);
 
 // g -> b, and b_suffix and tiers where they are there.

@@ -63,16 +63,16 @@ struct Rows {
 // one.
 struct Sequence {
   int64_t start, length;  // tokens
-  int64_t first_slot;     // of its chunks in ChunkSlot and the chunk dimension of S
+  int64_t first_entry;    // of its chunks in ChunkEntry and the chunk dimension of S
   // Segments of the sequences before, at least one each; and their summaries in segment_states: a
   // sequence of one segment has none.
   int64_t first_segment, first_state;
 };
 
 // A chunk of a packed batch, made on the device.
-struct ChunkSlot {
+struct ChunkEntry {
   int64_t start;     // first token
-  int32_t length;    // 1 .. kChunk; 0 in slots that no sequence needs
+  int32_t length;    // 1 .. kChunk; 0 in entries that no sequence needs
   int32_t sequence;  // N: tokens after the last sequence, or of one without a row in the pool,
                      // whose results are zero
 };
@@ -112,12 +112,12 @@ struct ChunkGrid : Segments {
   int64_t B = 0, T = 0;  // batch rows and tokens of one
   int64_t N = 0;         // sequences
   int64_t chunks = 0;    // chunk dimension of S, of one batch row
-  int64_t slots = 0;     // chunks of one batch row that kernels visit: packed, chunks + 1
+  int64_t entries = 0;   // chunks of one batch row that kernels visit: packed, chunks + 1
   bool packed = false;
   bool offsets_are_int64 = false;
-  const void* cu_seqlens = nullptr;  // [N + 1], packed only
-  Sequence* sequences = nullptr;     // [N + 1], packed only
-  ChunkSlot* chunk_slots = nullptr;  // [slots], packed only
+  const void* cu_seqlens = nullptr;     // [N + 1], packed only
+  Sequence* sequences = nullptr;        // [N + 1], packed only
+  ChunkEntry* chunk_entries = nullptr;  // [entries], packed only
   // Where sweeps visit packed sequences: [N + 1], these by the chunks of their last segments, most
   // first, some thousands at a time.
   int32_t* by_last_segment = nullptr;
@@ -206,7 +206,7 @@ struct Problem {
   // Fused path: how many work items a block, or a cluster of two, takes one by one.
   int32_t items_each = 1;
 
-  // Fused path: [B, slots, H] of prepared_bytes(K), or absent.
+  // Fused path: [B, entries, H] of prepared_bytes(K), or absent.
   unsigned char* prepared = nullptr;
 
   // What a launcher tells its kernel.
@@ -216,9 +216,9 @@ struct Problem {
   bool has_A = false;  // strong gradients: A of prepared chunks is there
   bool sums_decays = false;  // summaries of dS: makes segment_decays too
 
-  // [B, slots, H, kMaxTierBlocks]: 1 where some channel of a block of kTierBlock is out of tier 1's
-  // range (the fused path's sweeps say so for their blocks in the first of them); the chunk is in
-  // tier 1 if none is.
+  // [B, entries, H, kMaxTierBlocks]: 1 where some channel of a block of kTierBlock is out of tier
+  // 1's range (the fused path's sweeps say so for their blocks in the first of them); the chunk is
+  // in tier 1 if none is.
   uint8_t* tiers = nullptr;
 
   ShortSequences short_sequences;

@@ -29,7 +29,7 @@ ChunkGrid make_grid(int64_t N, int64_t T, bool packed) {
   grid.N = N;
   grid.packed = packed;
   grid.chunks = packed ? T / kChunk + N : (T + kChunk - 1) / kChunk;
-  grid.slots = grid.chunks + packed;
+  grid.entries = grid.chunks + packed;
   return grid;
 }
 

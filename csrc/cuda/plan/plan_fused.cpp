@@ -71,7 +71,7 @@ bool cuts_alike(const Choices& c) {
 }
 
 int64_t all_prepared_bytes(const PlanInputs& in, const ChunkGrid& grid) {
-  return grid.B * grid.slots * in.H * prepared_bytes(in.K);
+  return grid.B * grid.entries * in.H * prepared_bytes(in.K);
 }
 // Bytes of q, k, v and g of H heads each.
 int64_t input_bytes(const PlanInputs& in, const ChunkGrid& grid) {

@@ -28,7 +28,7 @@ void add_memory(PassPlan& plan, const PlanInputs& in, const ChunkGrid& grid, boo
   Workspace& w = plan.workspace = step_workspace(grid, in.H, /*tiers=*/false);
   add_packed_lists(w, grid, plan.segments);
   const auto each = static_cast<int64_t>(sizeof(HeadGates));
-  const int64_t chunks = grid.B * grid.slots * in.H;
+  const int64_t chunks = grid.B * grid.entries * in.H;
   w.add(Buffer::kPrepared, chunks * each);
   if (backward && makes_gate_grads(in)) {
     const int64_t parts = dot_parts(in.K, in.V);

@@ -13,7 +13,7 @@ namespace gla_ext::cuda {
 enum class Buffer : uint8_t {
   // packed sequences
   kSequences,
-  kChunkSlots,
+  kChunkEntries,
   kByLastSegment,
   kCutSequences,
   kTotals,
@@ -77,7 +77,7 @@ class Workspace {
 };
 
 inline int64_t tier_bytes(const ChunkGrid& grid, int64_t H) {
-  return grid.B * grid.slots * H * kMaxTierBlocks;
+  return grid.B * grid.entries * H * kMaxTierBlocks;
 }
 
 // What a step needs that runs by itself: the chunk map, and tiers if asked for.
@@ -85,7 +85,7 @@ inline Workspace step_workspace(const ChunkGrid& grid, int64_t H, bool tiers) {
   Workspace w;
   if (grid.packed) {
     w.add(Buffer::kSequences, (grid.N + 1) * static_cast<int64_t>(sizeof(Sequence)));
-    w.add(Buffer::kChunkSlots, grid.slots * static_cast<int64_t>(sizeof(ChunkSlot)));
+    w.add(Buffer::kChunkEntries, grid.entries * static_cast<int64_t>(sizeof(ChunkEntry)));
   }
   if (tiers) w.add(Buffer::kTiers, tier_bytes(grid, H));
   return w;

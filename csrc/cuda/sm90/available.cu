@@ -1,4 +1,4 @@
-// Whether this build holds sm_90a code for the current device. Compiled for any other architecture
+// Whether this build has sm_90a code for the current device. Compiled for any other architecture,
 // the kernels of this folder are empty.
 #include "sm90.h"
 
@@ -7,7 +7,7 @@ namespace {
 
 __global__ void marker() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  __shared__ volatile int there;  // what `available` looks for
+  __shared__ volatile int there;  // its size tells `available` that the code exists
   there = 1;
 #endif
 }

@@ -34,7 +34,7 @@ struct ValueFields {
         dtype(kOutput ? p.S_dtype : p.dS_dtype) {}
 };
 
-// A of a chunk [64][64] on its way, its diagonal blocks from A_diagonal where that is given.
+// A of a chunk [64][64], loaded ahead; the diagonal blocks come from A_diagonal if that is given.
 template <Access kAccess, class In>
 struct ScoreRows {
   using Op = Operand<In>;
@@ -59,7 +59,7 @@ struct ScoreRows {
   __device__ __forceinline__ void store(Op* tile) const { store_tile<kTile>(tile, x); }
 };
 
-// 64 key channels of what faces the state, and the state's rows, on their way.
+// 64 key channels of the operand that multiplies the state, and the state's rows, loaded ahead.
 template <Access kAccess, class In, Decay kDecay, int kColumns>
 struct ProductRows {
   StateOperand<kAccess, In, kDecay> y[kPasses<kTile, kTile>];
@@ -92,8 +92,8 @@ __device__ __forceinline__ void chunk_product(const Problem& p) {
   using Op = Operand<In>;
   using Fields = ValueFields<kValues>;
   constexpr int kPitchA = kPitch<Op, kTile>, kPitchX = kPitch<Op, kColumns>;
-  __shared__ __align__(16) Op s_a[kTile * kPitchA];  // scores [token][token], then y [token][K]
-  __shared__ __align__(16) Op s_x[kTile * kPitchX];  // v or do [token][V], then the state [K][V]
+  __shared__ __align__(16) Op s_a[kTile * kPitchA];  // scores [token][token], later y [token][K]
+  __shared__ __align__(16) Op s_x[kTile * kPitchX];  // v or do [token][V], later the state [K][V]
 
   __shared__ __align__(16) float s_b_last[kMaxHeadDim];  // [K], zero up to a whole tile
 
@@ -102,7 +102,7 @@ __device__ __forceinline__ void chunk_product(const Problem& p) {
   const Chunk chunk = find_chunk(p, blockIdx.x / v_blocks);
   const Fields f(p);
   if (chunk.length == 0) return;
-  // Packed sequences without a row in the pool are a tail.
+  // In packed batches, sequences without a row in the pool are a tail already.
   const bool skipped = Fields::kOutput && !p.grid.packed && is_skipped(p, chunk.row);
   if (chunk.tail || skipped) {
     write_zeros<kThreads>(f.out, chunk, first_v, min(first_v + kColumns, p.V));
@@ -125,7 +125,7 @@ __device__ __forceinline__ void chunk_product(const Problem& p) {
     scores.store(s_a);
     x.store(s_x, takes_tf32<In>(p));
   }
-  // The next tiles are on their way while a product runs.
+  // The next tiles are loaded while a product runs.
   ProductRows<kAccess, In, Fields::kDecay, kColumns> rows;
   rows.load(p, f.y, f.states, f.dtype, chunk, 0, first_v);
   __syncthreads();  // the tiles are written
@@ -134,7 +134,7 @@ __device__ __forceinline__ void chunk_product(const Problem& p) {
       kTile, takes_tf32<In>(p));
 #pragma unroll 1
   for (int first_k = 0; first_k < p.K; first_k += kTile) {
-    __syncthreads();  // the tiles of the product before are read
+    __syncthreads();  // the tiles of the previous product are read
     rows.store(s_a, s_x, s_b_last + first_k, p, chunk);
     if (first_k + kTile < p.K)
       rows.load(p, f.y, f.states, f.dtype, chunk, first_k + kTile, first_v);

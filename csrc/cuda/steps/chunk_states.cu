@@ -5,7 +5,7 @@ namespace gla_ext::cuda {
 
 namespace steps {
 
-// kCheckpoints: for which two blocks a multiprocessor would have too few registers.
+// With kCheckpoints a thread needs more registers than two blocks a multiprocessor leave.
 template <Access kAccess, class In, int kColumns, bool kCheckpoints>
 __global__ void __launch_bounds__(kThreads, kCheckpoints ? 1 : 2) chunk_states(Problem p) {
   one_sweep<kAccess, In, kColumns, Sweep::kStates, kCheckpoints>(p);

@@ -1,9 +1,9 @@
 // Step 1: b_i = sum over s <= i of x_s inside a chunk, x = g log2(e) clamped at -150.
 //
-// grid    (row, chunk, head, block of 64 channels); one thread scans a token, 8 channels at a time
+// grid    (row, chunk, head, block of 64 channels); a thread has one token, 8 channels at a time
 // reads   g [B, T, H, K]
-// writes  b [B, T, H, K] fp32; b_suffix [B, T, H, K] fp32, the sum of x after a token, where asked
-//         for; tiers [B, slots, H, blocks], whether a block's b leaves tier 1's range
+// writes  b [B, T, H, K] fp32; if requested, b_suffix [B, T, H, K] fp32, the sum of x after a
+//         token; tiers [B, entries, H, blocks], whether b of a block leaves tier 1's range
 // Sums are fp32, in the order of CUB's block scan.
 #include <cub/block/block_scan.cuh>
 
@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_channels(float* row, const Channels& c) {
     *reinterpret_cast<float4*>(row + i) = *reinterpret_cast<const float4*>(c.x + i);
 }
 
-// f(token, column) for every eight channels of the block that this thread moves.
+// Calls f(pass, token, column) for every eight channels of the block that this thread copies.
 template <class F>
 __device__ __forceinline__ void for_rows(F&& f) {
   constexpr int kEights = kTierBlock / 8;
@@ -119,11 +119,11 @@ __global__ void __launch_bounds__(kScanThreads) gate_cumsum(Problem p) {
   store_block<kAccess>(s_x, p.b, chunk, first, p.K);
   if (p.tiers != nullptr) {
     const bool any_out = __syncthreads_or(out);
-    if (token == 0) p.tiers[chunk.slot * kMaxTierBlocks + block] = any_out;
+    if (token == 0) p.tiers[chunk.entry * kMaxTierBlocks + block] = any_out;
   }
   if (p.b_suffix.data == nullptr) return;
 
-  // The same from the other end: thread i has token 63 - i.
+  // The suffix sums: the same scan from the other end, where thread i has token 63 - i.
   const int mirrored = kScanThreads - 1 - token;
   __syncthreads();  // b is stored
   load_block();
@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(kScanThreads) gate_cumsum(Problem p) {
   store_block<kAccess>(s_x, p.b_suffix, chunk, first, p.K);
 }
 
-// Flags for steps that are given b. At the very limit the last b may differ by a rounding from the
-// scan's; within a call all kernels read the same flags.
+// Computes the flags for steps that get b as an input. At the very limit of the range, the last b
+// may differ from the scan's by a rounding error; within a call all kernels read the same flags.
 __global__ void __launch_bounds__(kThreads) chunk_tiers(Problem p) {
   const int blocks = blocks_of(p.K, kTierBlock);
   const int block = static_cast<int>(blockIdx.x % blocks);
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads) chunk_tiers(Problem p) {
     for (int i = 0; i < 8; ++i) out |= row < chunk.length && out_of_tier1(x[i], last[i]);
   });
   const bool any_out = __syncthreads_or(out);
-  if (threadIdx.x == 0) p.tiers[chunk.slot * kMaxTierBlocks + block] = any_out;
+  if (threadIdx.x == 0) p.tiers[chunk.entry * kMaxTierBlocks + block] = any_out;
 }
 
 }  // namespace steps

@@ -4,15 +4,15 @@
 //   dk_j = sum_(i >= j) dA_ij q_i 2^(b_i - b_j)
 //   dg_t = sum_(i >= t) [q_i dq_i - k_i dk_i]
 //
-// dg is formed from the operands that were multiplied: a pair (i, j) puts the same number into both
-// sums, so that what must cancel cancels, up to the rounding of the sums.
+// dg is formed from the operands that were multiplied: a pair (i, j) adds the same number to both
+// sums, so that what must cancel does, up to the rounding of the sums.
 //
 // grid    (row, chunk, head, kColumns key channels)
-// reads   q, k, b [B, T, H, K], dA [B, T, H, C], tiers; of strong chunks g where it is given
-// writes  dq_intra, dk_intra and, where there are gates, dg_intra [B, T, H, K] fp32
+// reads   q, k, b [B, T, H, K], dA [B, T, H, C], tiers; for strong chunks g if given
+// writes  dq_intra, dk_intra and, if there are gates, dg_intra [B, T, H, K] fp32
 //
-// Two kernels, each of which skips the other's chunks: in tier 1 tiles are multiplied and
-// accumulated in fp32, strong chunks are summed in fp32 (strong/intra_grads.cuh).
+// There are two kernels, each of which skips the other's chunks. For tier-1 chunks, tiles are
+// multiplied, with fp32 accumulation; strong chunks are summed in fp32 (strong/intra_grads.cuh).
 #include "cuda/device/launch.cuh"
 #include "strong/intra_grads.cuh"
 
@@ -23,11 +23,11 @@ template <class Op>
 struct Tier1Tiles {
   Op q[kTile * kPitch<Op, kColumns<Op>>];
   Op k[kTile * kPitch<Op, kColumns<Op>>];
-  float rows[kTile][kColumns<Op> + 8];  // [token][K]: products, so that whole rows are written
+  float rows[kTile][kColumns<Op> + 8];  // [token][K]: products, to be written as whole rows
   float sums[kSubChunks][kColumns<Op>];
 };
 
-// A chunk of tier 1 and kColumns of its key channels.
+// The gradients of a tier-1 chunk for kColumns of its key channels.
 template <Access kAccess, class Op, class In>
 __device__ __forceinline__ void tier1(Tier1Tiles<Op>& s, const Op* s_dA, const Problem& p,
                                       const Chunk& chunk, int first) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ void tier1(Tier1Tiles<Op>& s, const Op* s_dA, const P
   product<Stored::kTransposed, Stored::kAsIs, kPitchA, kPitchX>(acc_k, s_dA + warp.m, s.q + warp.n,
                                                                 kTile, takes_tf32<In>(p));
   const float* b = rows_at<const float>(p.b, chunk);
-  // dq = 2^(b - r) rows and dk = 2^(r - b) rows; what dg sums of them is left in db.
+  // dq = 2^(b - r) rows and dk = 2^(r - b) rows. The terms of dg remain in db.
   Eight<float> b_last;
   float db[kPasses<kTile, kN>][8];
   const auto finish = [&](const Rows& out, float sign, const Op* operand) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void tier1(Tier1Tiles<Op>& s, const Op* s_dA, const P
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         result[i] = x[i] * exp2_ftz(sign * (b_row[i] - reference_of(b_last[i])));
-        // Contracted in one way, whatever the access.
+        // An explicit mul and fma, so that the rounding does not depend on kAccess.
         db[pass][i] = sign > 0 ? __fmul_rn(x[i], y[i]) : __fmaf_rn(-x[i], y[i], db[pass][i]);
       }
       store8<kAccess>(base + token_offset(out, row) + channel, result, valid);

@@ -1,5 +1,5 @@
-// What backward step 7 is made of, with gates on values too: products over values, gradients, and
-// what dg sums.
+// The parts of backward step 7, also with gates on values: products over values, the gradients dq
+// and dk, and the sums of dg.
 #pragma once
 
 #include "cuda/device/gates.cuh"
@@ -7,10 +7,10 @@
 
 namespace gla_ext::cuda {
 
-// Values at a time: fp32 tiles have fewer columns, so that four fit into 48 KiB.
+// Values at a time. fp32 tiles have fewer columns, so that four of them fit into 48 KiB.
 template <class Op>
 constexpr int kValues = sizeof(Op) == 2 ? 64 : 32;
-constexpr int kPitchG = kTile + 8;  // of the fp32 tiles that become dg
+constexpr int kPitchG = kTile + 8;  // of the fp32 tiles for dg
 
 template <class Op>
 struct ProductTiles {
@@ -19,11 +19,11 @@ struct ProductTiles {
   Op S[kTile * kPitchX], dS[kTile * kPitchX];   // [K][V]
 };
 struct GateTiles {
-  float from_behind[kTile][kPitchG];  // [token][K], summed from a token on
-  float before[kTile][kPitchG];       // [token][K], summed up to a token
+  float from_behind[kTile][kPitchG];  // [token][K], to be summed from a token to the end
+  float before[kTile][kPitchG];       // [token][K], to be summed up to a token
 };
 
-// Values of a chunk and of its states, on their way.
+// Values of a chunk and of its states, loaded ahead.
 template <Access kAccess, class Op, class In>
 struct MergeRows {
   TileRows<kAccess, In, kValues<Op>> d_o, v;
@@ -39,8 +39,8 @@ struct MergeRows {
   }
 };
 
-// acc_q = do S^T, acc_k = v dS'^T, and rowsum_V(S dS') of 64 key channels into s_w; with gates on
-// values rowsum_V(S 2^bv_C dS').
+// acc_q = do S^T, acc_k = v dS'^T; rowsum_V(S dS') of 64 key channels goes to s_w. With gates on
+// values it is rowsum_V(S 2^bv_C dS').
 template <Access kAccess, class Op, class In, bool kValueGated = false>
 __device__ __forceinline__ void multiply(float (&acc_q)[2][2][4], float (&acc_k)[2][2][4],
                                          ProductTiles<Op>& s, float* s_w, const Problem& p,
@@ -51,7 +51,7 @@ __device__ __forceinline__ void multiply(float (&acc_q)[2][2][4], float (&acc_k)
   MergeRows<kAccess, Op, In> rows;
   rows.load(p, chunk, first, 0);
   for (int first_v = 0; first_v < p.V; first_v += kN) {
-    if (first_v > 0) __syncthreads();  // the tiles of the products before are read
+    if (first_v > 0) __syncthreads();  // the tiles of the previous products are read
     rows.d_o.store(s.d_o, takes_tf32<In>(p));
     rows.v.store(s.v, takes_tf32<In>(p));
     rows.S.store(s.S);
@@ -86,8 +86,8 @@ __device__ __forceinline__ void multiply(float (&acc_q)[2][2][4], float (&acc_k)
   });
 }
 
-// dq and dk, and what dg sums of them. On the value side, whose `p` is the chunk seen from the
-// values, only dv is written, and the scale is in acc_q.
+// Writes dq and dk, and stores the terms of dg. On the value side `p` has values in the place of
+// keys; only dv is written, and acc_q already includes the scale.
 template <Access kAccess, class In, bool kOfValues = false>
 __device__ __forceinline__ void merge(const float (&acc_q)[2][2][4], const float (&acc_k)[2][2][4],
                                       GateTiles& s, const Problem& p, const Chunk& chunk,
@@ -134,8 +134,8 @@ __device__ __forceinline__ void merge(const float (&acc_q)[2][2][4], const float
   finish(p.dk, p.dk_intra, p.k, s.before, true);
 }
 
-// dg of 16 tokens of one channel: what step 6 left, a suffix sum, an exclusive prefix sum and what
-// the states add.
+// Computes dg of 16 tokens of one channel: step 6's output plus a suffix sum, an exclusive prefix
+// sum and the states' contribution.
 __device__ __forceinline__ void sum_gates(const GateTiles& s, float (*s_sums)[kTile],
                                           float (*s_replays)[kTile], const float* s_w,
                                           const Problem& p, const Chunk& chunk, int first) {
@@ -158,7 +158,7 @@ __device__ __forceinline__ void sum_gates(const GateTiles& s, float (*s_sums)[kT
   const float b_last =
       rows_at<const float>(p.b, chunk)[token_offset(p.b, chunk.length - 1) + channel];
   const float state = exp2_ftz(b_last) * s_w[column];
-  // Where the gates are not given, differences of b are wrong by 1e-3 beside a sum of resets.
+  // Without the gates themselves, differences of b have errors of 1e-3 next to a sum of resets.
   const float reset = p.g.data != nullptr ? kReset : kReset + 1e-2f;
   const int64_t out = offset_at(p.dg, chunk) + channel;
 #pragma unroll
@@ -171,7 +171,7 @@ __device__ __forceinline__ void sum_gates(const GateTiles& s, float (*s_sums)[kT
   }
 }
 
-// Shared memory of a block: products' tiles, then those that become dg.
+// Shared memory of a block: the products' tiles, then the tiles for dg.
 template <class Products>
 struct MergeShared {
   union {
@@ -181,7 +181,8 @@ struct MergeShared {
   float w[kTile], sums[kSubChunks][kTile], prefixes[kSubChunks][kTile];
 };
 
-// A chunk and 64 of its channels. multiply(acc_q, acc_k, chunk, first) makes the products and s.w.
+// Computes a chunk and 64 of its channels. multiply(acc_q, acc_k, chunk, first) must make the
+// products and s.w.
 template <Access kAccess, class In, bool kOfValues = false, class Shared, class Multiply>
 __device__ __forceinline__ void merge_block(Shared& s, const Problem& p, Multiply&& multiply) {
   const int blocks = blocks_of(p.K, kTile);

@@ -7,8 +7,8 @@
 //
 // grid    (row, chunk, head, 64 key channels)
 // reads   q, k, b (b_suffix, g) [B, T, H, K], do, v [B, T, H, V], S, dS' [K, V] of the chunk, and
-//         step 6's outputs
-// writes  dq, dk and, where there are gates, dg [B, T, H, K]
+//         the outputs of step 6
+// writes  dq, dk and, if there are gates, dg [B, T, H, K]
 // Accumulation and dg are fp32; kValues values at a time.
 #include "merge.cuh"
 

@@ -1,11 +1,11 @@
-// A chunk's 64 x 64 scores and their gradients: products and writing.
+// A chunk's 64 x 64 scores and their gradients: the products, and storing the results.
 #pragma once
 
 #include "cuda/device/gates.cuh"
 
 namespace gla_ext::cuda {
 
-// scale acc where keep(row, column), else 0, into the rows of A or dA.
+// Stores scale * acc where keep(row, column) holds, else 0, to the rows of A or dA.
 template <Access kAccess, class Op, class Keep>
 __device__ __forceinline__ void store_scores(const Rows& out, const Chunk& chunk,
                                              const float (&acc)[2][2][4], float scale,
@@ -44,7 +44,7 @@ __device__ __forceinline__ void multiply_values(float (&acc)[2][2][4],
   };
   load(0);
   for (int first = 0; first < p.V; first += kTile) {
-    if (first > 0) __syncthreads();  // the tiles of the product before are read
+    if (first > 0) __syncthreads();  // the tiles of the previous product are read
     r_do.store(s.d_o, takes_tf32<In>(p));
     r_v.store(s.v, takes_tf32<In>(p));
     if (first + kTile < p.V) load(first + kTile);

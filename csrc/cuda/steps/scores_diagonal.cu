@@ -1,13 +1,14 @@
-// Forward step 4: the diagonal blocks of 16 x 16, element by element,
+// Forward step 4: the diagonal blocks of 16 x 16, computed element by element,
 //
 //   A_ij = scale sum_d q_id k_jd prod_(j < s <= i) 2^x_sd
 //
 // with a running product of decays down the tokens, which a reset makes 0.
 //
-// grid    (row, chunk, head), a warp a diagonal block; lane (j, half of the channels)
-// reads   q, k, b [B, T, H, K], or the gates g in place of b's differences
-// writes  A_diagonal [B, T, H, c], zero above the diagonal. Of whole scores, the diagonal blocks of
-//         A of strong chunks alone: step 3 wrote the others.
+// grid    (row, chunk, head), one warp per diagonal block; a lane has a column j and half of the
+//         channels
+// reads   q, k, b [B, T, H, K]; if given, the gates g in place of b's differences
+// writes  A_diagonal [B, T, H, c], zero above the diagonal. With whole scores: only the diagonal
+//         blocks of A of strong chunks, as step 3 has written the others.
 // All in fp32.
 #include "cuda/device/launch.cuh"
 #include "strong/scores.cuh"
@@ -15,7 +16,7 @@
 namespace gla_ext::cuda {
 namespace {
 
-// Where they go: row token, column j of diagonal block `sub`.
+// The place of the results: row `token`, column j of diagonal block `sub`.
 struct DiagonalRows {
   const Rows& out;
   int first_column;
@@ -34,7 +35,7 @@ struct DiagonalRows {
 
 namespace steps {
 
-// All chunks, into A_diagonal.
+// Computes all chunks, into A_diagonal.
 template <class In>
 __global__ void __launch_bounds__(kDiagonalThreads) scores_diagonal(Problem p) {
   __shared__ DiagonalTiles s_tiles;
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(kDiagonalThreads) scores_diagonal(Problem p) {
   diagonal_blocks<In, kDiagonalThreads>(s_tiles, p, chunk, DiagonalRows(p.A_diagonal, 0, chunk));
 }
 
-// Strong chunks, into A.
+// Computes strong chunks, into A.
 template <class In>
 __global__ void __launch_bounds__(kDiagonalThreads) strong_scores_diagonal(Problem p) {
   __shared__ DiagonalTiles s_tiles;

@@ -2,11 +2,11 @@
 // x 16.
 //
 // grid    (row, chunk, head)
-// reads   q, k, b [B, T, H, K], tiers; of strong chunks the gates g where they are given
-// writes  A [B, T, H, C], zero elsewhere. Of whole scores, the diagonal blocks of chunks in tier 1
-//         too: they come with the same product.
-// Accumulation is fp32, 64 key channels at a time. Two kernels, each of which skips the other's
-// chunks.
+// reads   q, k, b [B, T, H, K], tiers; for strong chunks the gates g if given
+// writes  A [B, T, H, C], zero elsewhere. With whole scores, also the diagonal blocks of tier-1
+//         chunks, which the same product gives.
+// Accumulation is fp32, 64 key channels at a time. There are two kernels, one for tier-1 chunks and
+// one for strong chunks; each skips the other's chunks.
 #include "cuda/device/launch.cuh"
 #include "scores.cuh"
 #include "strong/scores.cuh"
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Operand<In>) == 2 ? 3 : 2)
   float acc[2][2][4];  // [token, token]
   clear(acc);
   for (int first = 0; first < p.K; first += kTile) {
-    if (first > 0) __syncthreads();  // the tiles of the product before are read
+    if (first > 0) __syncthreads();  // the tiles of the previous product are read
     load_tier1_operands<kAccess, Op, In, kTile>(s_q, s_k, p, chunk, first);
     __syncthreads();  // the tiles are written
     product<Stored::kAsIs, Stored::kTransposed, kPitchX, kPitchX>(

@@ -11,7 +11,7 @@ __global__ void __launch_bounds__(kThreads, 2) state_grads(Problem p) {
   one_sweep<kAccess, In, kColumns, Sweep::kStateGrads>(p);
 }
 
-// Neither needs the other, so they run side by side.
+// Both sweeps in one launch, side by side: neither needs the other's results.
 template <Access kAccess, class In, int kColumns>
 __global__ void __launch_bounds__(kThreads, 2) states_and_state_grads(Problem p) {
   __shared__ SweepShared<kAccess, In, kColumns> shared;
@@ -37,7 +37,7 @@ void launch_states_and_state_grads(const Problem& p, cudaStream_t stream) {
     using In = typename decltype(type)::type;
     constexpr Access kAccess = decltype(access)::value;
     constexpr int kColumns = decltype(columns)::value;
-    // With other dtypes one kernel for both would spill; no plan asks for it.
+    // For other dtypes a kernel with both sweeps would spill, and no plan has it.
     if constexpr (std::is_same_v<In, bf16>)
       launch(steps::states_and_state_grads<kAccess, In, kColumns>, 2 * sweep_blocks<kColumns>(p),
              kThreads, p, stream);

@@ -4,11 +4,12 @@
 //   S' = 2^b_C S + (k 2^(b_C - b))^T v             first chunk first
 //   dS = 2^b_C dS' + (scale q 2^b)^T do            last chunk first
 //
-// grid    (sequence, head, 64 key channels, kColumns values); the chunks of a sequence one by one
+// grid    (sequence, head, 64 key channels, kColumns values); a block loops over the chunks
 // reads   k v b (b_suffix) h0, or q do b dht
-// writes  S entering, or dS' leaving, every chunk, and what is left at the end: ht, or dh0
-// With gates on values the state decays by columns too, by 2^bv_C, and v and do are gated already.
-// The state is fp32; the rows of the next chunk are on their way while one is multiplied.
+// writes  S entering, or dS' leaving, every chunk, and the final state: ht, or dh0
+// With gates on values, the columns of the state decay too, by 2^bv_C, and v and do are already
+// multiplied by their decays. The state is fp32. While a chunk is multiplied, the rows of the next
+// one are loaded.
 #pragma once
 
 #include "cuda/device/gates.cuh"
@@ -17,7 +18,7 @@
 
 namespace gla_ext::cuda {
 
-// The fields of Problem that a sweep works on.
+// The fields of Problem that a sweep uses.
 template <Sweep kSweep>
 struct SweepFields {
   static constexpr bool kStates = kSweep == Sweep::kStates;
@@ -31,7 +32,7 @@ struct SweepFields {
         states(kStates ? p.S : p.dS),
         dtype(kStates ? p.S_dtype : p.dS_dtype) {}
 
-  // What a sweep of sequence n starts from, and where it leaves what it ends with.
+  // The state from which a sweep of sequence n starts, and the place for the state at its end.
   static __device__ StateMatrix initial(const Problem& p, int64_t n, int32_t head) {
     return kStates ? initial_state(p, n, head) : matrix_of(p, p.dht, n, head);
   }
@@ -40,7 +41,7 @@ struct SweepFields {
   }
 };
 
-// One chunk's rows, on their way.
+// One chunk's rows, loaded ahead.
 template <Access kAccess, class In, Decay kDecay, int kColumns>
 struct SweepRows {
   StateOperand<kAccess, In, kDecay> y[kPasses<kTile, kTile>];
@@ -66,12 +67,12 @@ struct SweepRows {
   }
 };
 
-// Shared memory of a sweep, the same for both.
+// Shared memory of a sweep of either kind.
 template <Access kAccess, class In, int kColumns>
 struct SweepShared {
   using Op = Operand<In>;
   static constexpr int kPitchY = kPitch<Op, kTile>, kPitchX = kPitch<Op, kColumns>;
-  // Whole rows of the state leave by way of shared memory where there is room for them.
+  // With room for it, whole rows of the state are stored by way of shared memory.
   static constexpr bool kStaged = kAccess == Access::kFast && std::is_same_v<Op, bf16>;
   alignas(16) Op y[kTile * kPitchY];                    // [token][K]
   alignas(16) Op x[kTile * kPitchX];                    // [token][V]
@@ -79,8 +80,8 @@ struct SweepShared {
   alignas(16) float b_last[kTile];                      // [K]
 };
 
-// Block `index` of a sweep. With gates on values `bv` are their sums, and s_columns [kColumns] is
-// shared memory for the decays of a chunk. kCheckpoints: they are asked for.
+// Runs block `index` of a sweep. With gates on values, `bv` are their sums, and s_columns
+// [kColumns] is shared memory for a chunk's decays. kCheckpoints: also stores checkpoints.
 template <Access kAccess, class In, int kColumns, Sweep kSweep, bool kValueGated = false,
           bool kCheckpoints = false>
 __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, const Problem& p,
@@ -152,13 +153,13 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
             rows_at<const float>(*bv, row, sequence.start + done + rows.length - 1, head)[v]);
     }
   };
-  // Only the state that is left at the end needs the last chunk's rows.
+  // The last chunk's rows are needed only for the final state.
   const bool wanted = kCheckpoints || f.last(p, n, head).data != nullptr;
   const int64_t multiplied = wanted ? chunks : chunks - 1;
   if (multiplied > 0) load(0);
   const bool with_suffix = has_suffix<In>(p);
   for (int64_t i = 0; i < chunks; ++i) {
-    const int64_t state = ((sequence.first_slot + chunk_of(i)) * p.H + head) * matrix;
+    const int64_t state = ((sequence.first_entry + chunk_of(i)) * p.H + head) * matrix;
     if (threadIdx.x < kTile) s.b_last[threadIdx.x] = rows.b_last;
     if constexpr (kValueGated)
       if (threadIdx.x < kColumns) s_columns[threadIdx.x] = column_decay;
@@ -219,13 +220,13 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
   write(f.last(p, n, head));
 }
 
-// Blocks of one sweep.
+// The number of blocks of one sweep.
 template <int kColumns>
 __host__ __device__ int64_t sweep_blocks(const Problem& p) {
   return p.grid.N * p.H * blocks_of(p.K, kTile) * blocks_of(p.V, kColumns);
 }
 
-// A block of a kernel that is one sweep.
+// The body of a kernel that is a single sweep.
 template <Access kAccess, class In, int kColumns, Sweep kSweep, bool kCheckpoints = false>
 __device__ __forceinline__ void one_sweep(const Problem& p) {
   __shared__ SweepShared<kAccess, In, kColumns> shared;

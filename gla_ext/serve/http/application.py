@@ -28,20 +28,21 @@ from gla_ext.serve.worker import Worker
 
 logger = logging.getLogger("gla_ext.serve")
 
-MOST_REFUSED = 1 << 26  # bytes read before a refusal, which a client that still sends does not see
-LONG_TEXT = 4096  # characters that are encoded beside the event loop
+MOST_REFUSED = 1 << 26  # bytes; a client that is still sending does not see an error reply
+LONG_TEXT = 4096  # characters of a text that is encoded in a thread
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How HTTP is served.
+    """Options of the HTTP server.
 
     Args:
-        name: the model's, for clients.
+        name: the model's name for clients.
         body_bytes: most bytes of a request.
-        read_seconds: in which a request's head has to come, and then its body.
-        write_seconds: in which a client has to take what waits for it.
-        allow_refresh: whether `POST /v1/refresh`, which says that the model changed, is served.
+        read_seconds: time limit for receiving a request's head, and then for its body.
+        write_seconds: time limit for a client to receive the data that is sent to it.
+        allow_refresh: whether to serve `POST /v1/refresh`, by which clients report that the model
+            changed.
     """
 
     name: str = "gla"
@@ -52,12 +53,8 @@ class Options:
 
 
 class Application:
-    """The routes, and what stands between them and the engine's thread.
-
-    Args:
-        engine: which this application then steps.
-        options: see `Options`.
-        on_failure: called in the event loop when the engine has failed.
+    """The HTTP routes, and the connection between them and the engine's thread, which this class
+    starts. on_failure is called in the event loop if the engine fails.
     """
 
     def __init__(
@@ -126,23 +123,15 @@ class Application:
     def _reply(self, asked: Completion, sequences: list[Sequence]) -> Reply:
         inbox: asyncio.Queue = asyncio.Queue()
         self._inboxes |= dict.fromkeys(sequences, inbox)
-        return Reply(
-            f"cmpl-{secrets.token_hex(12)}",
-            self.options.name,
-            asked,
-            sequences,
-            self.engine.tokenizer,
-            inbox,
-            self.options.write_seconds,
-            self._leave,
-            self._count,
-        )
+        ident, tokenizer = f"cmpl-{secrets.token_hex(12)}", self.engine.tokenizer
+        args = (ident, self.options.name, asked, sequences, tokenizer, inbox)
+        return Reply(*args, self.options.write_seconds, self._leave, self._count)
 
     def _count(self, status: int) -> None:
         self._statuses[status] += 1
 
     def _leave(self, sequence: Sequence) -> None:
-        """Ends a sequence whose client has left."""
+        """Ends a sequence whose client has disconnected."""
         self._inboxes.pop(sequence, None)
         self.engine.cancel(sequence)
 
@@ -171,7 +160,7 @@ class Application:
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise RefusedError(400, "expected a prompt of tokens: no tokenizer is there")
-        async with self._encoding:  # tokenizers are not said to serve several threads
+        async with self._encoding:  # tokenizers are not documented to be thread-safe
             if len(prompt) < LONG_TEXT:
                 return tokenizer.encode(prompt)
             return await asyncio.to_thread(tokenizer.encode, prompt)
@@ -199,12 +188,8 @@ class Application:
         return JSONResponse(self._model())
 
     def _model(self) -> dict:
-        return {
-            "id": self.options.name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "gla_ext",
-        }
+        known = {"id": self.options.name, "created": self._started}
+        return known | {"object": "model", "owned_by": "gla_ext"}
 
     def _check_engine(self) -> None:
         if self._worker.error is not None:

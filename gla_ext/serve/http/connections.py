@@ -1,4 +1,4 @@
-"""Connections that end where a request's head does not come: uvicorn waits for one for ever."""
+"""Closes connections whose request head does not arrive; uvicorn alone would wait forever."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 def protocol(seconds: float) -> type[H11Protocol]:
-    """uvicorn's HTTP/1.1, which bounds what a head may take, and here also how long."""
+    """uvicorn's HTTP/1.1 protocol, which limits a head's size, with a limit of its time too."""
 
     class Protocol(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
@@ -27,7 +27,7 @@ def protocol(seconds: float) -> type[H11Protocol]:
 
         def _time_head(self) -> None:
             if self.cycle is not None and not self.cycle.response_complete:
-                self._stop()  # it has come: its body and its reply have limits of their own
+                self._stop()  # the head has arrived; body and reply have their own limits
             elif self._timer is None:
                 self._timer = self.loop.call_later(seconds, self.transport.close)
 

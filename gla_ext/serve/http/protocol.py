@@ -1,30 +1,25 @@
-"""OpenAI's completion interface as values: requests read, replies made."""
+"""OpenAI's completion interface: parsed requests and rendered replies."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Any
 
 from gla_ext.decode.sampling import is_int
 from gla_ext.serve.request import Delta, Request
 from gla_ext.serve.text import Tokenizer
 
-MOST_PROMPTS = 256  # of a request, times n
-LEAST = -9999.0  # what OpenAI sends for a log-probability of -inf, which JSON does not have
+MOST_PROMPTS = 256  # limit of prompts times n in a request
+LEAST = -9999.0  # OpenAI's value for a log-probability of -inf, which JSON lacks
 
 
 class RefusedError(ValueError):
-    """A request that gets an error for a reply.
-
-    Args:
-        status: of HTTP.
-        message: what was expected and what came.
-        code: OpenAI's word for it, or None.
-        param: which field is wrong, or None.
+    """A request that is answered with an error and an HTTP status. code is OpenAI's name of the
+    error, param the field that is wrong; both may be None.
     """
 
     def __init__(
@@ -42,7 +37,7 @@ class RefusedError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A request for completions as it was read: choice i is of prompt `i // n`."""
+    """A parsed request for completions: choice i belongs to prompt `i // n`."""
 
     prompts: list[str | list[int]]
     n: int
@@ -51,10 +46,8 @@ class Completion:
     options: dict[str, Any]
 
     def requests(self, prompts: Sequence[Sequence[int]]) -> list[Request]:
-        """What the engine is to do, of the prompts as tokens.
-
-        Raises:
-            RefusedError: for options out of range.
+        """The requests for the engine, from the prompts' tokens; raises RefusedError for options
+        out of range.
         """
         found = []
         for tokens in prompts:
@@ -70,10 +63,8 @@ class Completion:
 
 
 def _is_number(value: Any) -> bool:
-    # A number that is too great for a float is none; neither is what json reads as NaN.
-    return (is_int(value) and abs(value) < 2**63) or (
-        isinstance(value, float) and math.isfinite(value)
-    )
+    # Rejects integers too large for a float, and NaN and inf, which the json module accepts.
+    return abs(value) < 2**63 if is_int(value) else isinstance(value, float) and isfinite(value)
 
 
 def _is_bool(value: Any) -> bool:
@@ -87,7 +78,7 @@ def _is_stop(value: Any) -> bool:
 
 
 def _is_nothing(value: Any) -> bool:
-    """0 or empty: an option that is not implemented, and not used either."""
+    """Whether an option that is not implemented has a value without effect: 0, empty or false."""
     return value in (0, "", False) or value == {}
 
 
@@ -118,14 +109,8 @@ _OURS = ("temperature", "top_p", "top_k", "logprobs", "seed", "ignore_eos", "ski
 
 
 def read(body: bytes, model: str) -> Completion:
-    """Reads a request.
-
-    Args:
-        body: JSON.
-        model: the name under which the model is served.
-
-    Raises:
-        RefusedError: for what is no such request.
+    """Parses the JSON of a request to the model of that name; raises RefusedError if it is
+    invalid.
     """
     given = _read_object(body, _OPTIONS)
     if given.get("model", model) != model:
@@ -136,27 +121,25 @@ def read(body: bytes, model: str) -> Completion:
         raise RefusedError(400, f"expected n = best_of of at least 1, got n = {n}", None, "n")
     prompts = _read_prompts(given.get("prompt"))
     if len(prompts) * n > MOST_PROMPTS:
-        raise RefusedError(
-            400, f"expected at most {MOST_PROMPTS} choices, got {len(prompts)} prompts of {n}"
-        )
+        message = f"expected at most {MOST_PROMPTS} choices, got {len(prompts)} prompts of {n}"
+        raise RefusedError(400, message)
     streaming = given.get("stream_options", {})
-    if set(streaming) - {"include_usage"} or not _is_bool(streaming.get("include_usage", False)):
-        raise RefusedError(
-            400, f"expected stream_options to be include_usage alone, got {short(streaming)}"
-        )
+    usage = streaming.get("include_usage", False)
+    if set(streaming) - {"include_usage"} or not _is_bool(usage):
+        message = f"expected stream_options to be include_usage alone, got {short(streaming)}"
+        raise RefusedError(400, message)
     options = {name: value for name, value in given.items() if name in _OURS}
     if "max_tokens" in given:
         options["max_new_tokens"] = given["max_tokens"]
     stop = given.get("stop", [])
     options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    usage = streaming.get("include_usage", False)
     return Completion(prompts, n, given.get("stream", False), usage, options)
 
 
 def _read_object(
     body: bytes, options: dict[str, tuple[Callable[[Any], bool], str]]
 ) -> dict[str, Any]:
-    """The values of a JSON object that are not null, each right by its option."""
+    """The values of a JSON object that are not null, each checked for its option."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -176,7 +159,7 @@ def _read_object(
 
 
 def read_refresh(body: bytes) -> bool:
-    """Whether sequences go on after `POST /v1/refresh`, whose body may be empty."""
+    """Whether sequences continue after `POST /v1/refresh`, whose body may be empty."""
     options = {"keep_running": (_is_bool, "true or false")}
     return _read_object(body or b"{}", options).get("keep_running", False)
 
@@ -186,50 +169,42 @@ def _read_prompts(given: Any) -> list[str | list[int]]:
         prompts = [given]
     else:
         prompts = given
-    if not prompts or not all(
-        isinstance(prompt, str)
-        or (isinstance(prompt, list) and prompt and all(_is_token(x) for x in prompt))
-        for prompt in prompts
-    ):
-        raise RefusedError(
-            400,
-            "expected prompt to be a string, tokens, or a list of these, none of no tokens, got "
-            f"{short(given)}",
-            None,
-            "prompt",
-        )
+    if not prompts or not all(isinstance(prompt, str) or _is_tokens(prompt) for prompt in prompts):
+        wanted = "a string, tokens, or a list of these, none of no tokens"
+        message = f"expected prompt to be {wanted}, got {short(given)}"
+        raise RefusedError(400, message, None, "prompt")
     for prompt in prompts:
-        # JSON has surrogates that are no text.
+        # JSON strings may hold surrogates that are not text.
         if isinstance(prompt, str) and any("\ud800" <= x <= "\udfff" for x in prompt):
-            raise RefusedError(
-                400, "expected prompt to be Unicode text, got lone surrogates", None, "prompt"
-            )
+            message = "expected prompt to be Unicode text, got lone surrogates"
+            raise RefusedError(400, message, None, "prompt")
     return prompts
 
 
-def _is_token(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**62
+def _is_tokens(value: Any) -> bool:
+    known = isinstance(value, list) and len(value) > 0
+    return known and all(type(x) is int and 0 <= x < 2**62 for x in value)
 
 
 def short(value: Any) -> str:
-    """A value for a message."""
+    """A value in a short form, for an error message."""
     text = ascii(value) if len(str(value)) < 10_000 else f"a long {type(value).__name__}"
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 class Choice:
-    """One choice of a reply, as it grows."""
+    """One choice of a reply that is being generated."""
 
     def __init__(self, index: int, tokenizer: Tokenizer | None, logprobs: bool) -> None:
         self._index, self._tokenizer, self._logprobs = index, tokenizer, logprobs
 
     def render(self, delta: Delta) -> dict[str, Any]:
-        """A choice of OpenAI's, of what was added."""
+        """A delta in the form of OpenAI's choice."""
         logprobs = None
         if self._logprobs:
             logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
             for x in delta.logprobs:
-                best = {}  # the first of one name stays: the one drawn, else the most probable
+                best = {}  # keeps the first of equal names: the token drawn, else the most probable
                 for token, value in ((x.token, x.logprob), *x.best.items()):
                     best.setdefault(self._name(token), max(value, LEAST))
                 logprobs["tokens"].append(self._name(x.token))
@@ -247,12 +222,12 @@ class Choice:
         if self._tokenizer is None:
             return f"token_id:{token}"
         text = self._tokenizer.decode([token])
-        # Parts of characters are told apart by their number.
+        # Tokens that are parts of characters are distinguished by their ids.
         return f"token_id:{token}" if "\ufffd" in text else text
 
 
 def merged(choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One choice of its deltas, as they were rendered."""
+    """Combines the rendered deltas of one choice."""
     whole = dict(choices[-1], text="".join(choice["text"] for choice in choices))
     if whole["logprobs"] is not None:
         whole["logprobs"] = {
@@ -263,7 +238,7 @@ def merged(choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def head(ident: str, model: str) -> dict[str, Any]:
-    """What all events of a reply have in common."""
+    """The fields that all events of a reply have in common."""
     created = int(time.time())
     return {"id": ident, "object": "text_completion", "created": created, "model": model}
 

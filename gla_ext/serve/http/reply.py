@@ -1,4 +1,4 @@
-"""A reply as an ASGI response: whole or as server-sent events, and ended when the client leaves."""
+"""A reply as an ASGI response, whole or as server-sent events; it ends if the client leaves."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ logger = logging.getLogger("gla_ext.serve")
 
 
 class Reply(Response):
-    """What becomes of sequences.
+    """The reply to a request with some sequences.
 
     Args:
-        ident, model: of the reply.
-        asked: the request.
-        sequences: its choices.
-        tokenizer: for the names of tokens, or None.
-        inbox: gets (sequence, delta) as they come.
-        write_seconds: in which the client has to take what waits for it.
-        leave: called with each sequence that is not finished when the client leaves.
+        ident, model, asked: id of the reply, name of the model, and the request.
+        sequences: the sequences of its choices.
+        tokenizer: gives the names of tokens; may be None.
+        inbox: queue of new (sequence, delta) pairs.
+        write_seconds: time limit for the client to receive the data that is sent to it.
+        leave: called with each unfinished sequence if the client leaves.
         began: called with the status when the reply begins. An error before that is raised.
     """
 
@@ -71,7 +70,7 @@ class Reply(Response):
                 self._leave(sequence)
 
     async def _next(self) -> tuple[list[dict[str, Any]], RefusedError | None]:
-        """Deltas that have come meanwhile, as choices, and the error after them, if any."""
+        """All deltas that have arrived, as choices, and the error after them or None."""
         items = [await self._inbox.get()]
         while not self._inbox.empty():
             items.append(self._inbox.get_nowait())
@@ -116,7 +115,7 @@ class Reply(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, *events: str) -> None:
-        """Sends events, and gives up a client that does not take them."""
+        """Sends events; raises TimeoutError if the client does not receive them in time."""
         body = "".join(f"data: {event}\n\n" for event in events).encode()
         async with asyncio.timeout(self._write_seconds):
             await send({"type": "http.response.body", "body": body, "more_body": True})

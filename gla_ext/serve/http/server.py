@@ -1,4 +1,4 @@
-"""Running the HTTP server until a signal, and then finishing what runs."""
+"""Runs the HTTP server until a signal, and then finishes the accepted requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gla_ext.serve.http.application import Application, Options
 from gla_ext.serve.http.connections import protocol
 
 BACKLOG = 2048  # connections that may wait to be accepted
-MOST_HEAD = 1 << 16  # bytes after which the head of a request must be whole
+MOST_HEAD = 1 << 16  # most bytes of a request's head
 
 
 def serve(
@@ -28,20 +28,19 @@ def serve(
 ) -> None:
     """Warms an engine up and serves it until SIGINT or SIGTERM.
 
-    Then no connection is accepted any more, and what was accepted is finished, within
-    shutdown_seconds. A second SIGINT ends it at once.
+    After the signal no connection is accepted, and accepted requests are finished, within
+    shutdown_seconds. A second SIGINT ends the server at once.
 
     Args:
-        engine: the engine.
-        host: which addresses to listen on. Default: '127.0.0.1', this machine alone.
+        host: address to listen on. Default: '127.0.0.1', only this machine.
         port: 0 takes a free one. Default: 8000.
         options: see `Options`.
-        connections: most of them at once; others get status 503. Default: 2048.
+        connections: most connections at once; more get status 503. Default: 2048.
         shutdown_seconds: see above. Default: 60.
 
     Raises:
-        RuntimeError: when the engine has failed; clients have been told.
-        OSError: for an address that cannot be listened on.
+        RuntimeError: if the engine has failed; clients have received an error.
+        OSError: if it cannot listen on the address.
     """
     options = Options() if options is None else options
     _allow_open_files(2 * connections)
@@ -59,13 +58,13 @@ def serve(
         backlog=BACKLOG,
         http=protocol(options.read_seconds),
         h11_max_incomplete_event_size=MOST_HEAD,
-        limit_concurrency=connections + 1,  # uvicorn counts the one that asks
+        limit_concurrency=connections + 1,  # uvicorn counts the new connection too
         timeout_keep_alive=30,
         timeout_graceful_shutdown=shutdown_seconds,
     )
     server = uvicorn.Server(config)
     listening = _listening(host, port, options.write_seconds)
-    # uvicorn has finished when it raises KeyboardInterrupt; before that it ends the warm-up.
+    # uvicorn raises KeyboardInterrupt after it has finished; before, it interrupts the warm-up.
     with listening as listener, contextlib.suppress(KeyboardInterrupt):
         engine.warm_up()
         name = f"[{host}]" if ":" in host else host
@@ -79,7 +78,7 @@ def serve(
 
 @contextlib.contextmanager
 def _quiet(number: signal.Signals):
-    """Inside, a signal that uvicorn passes on after its end does nothing more."""
+    """While active, a signal that uvicorn raises again after its end has no effect."""
     before = signal.signal(number, lambda *_: None)
     try:
         yield
@@ -88,7 +87,9 @@ def _quiet(number: signal.Signals):
 
 
 def _listening(host: str, port: int, write_seconds: float) -> socket.socket:
-    """A socket whose connections end when the other side takes nothing for so long."""
+    """A listening socket. Its connections end if the other side acknowledges no data for so
+    long.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     milliseconds = int(1000 * write_seconds)
@@ -97,7 +98,7 @@ def _listening(host: str, port: int, write_seconds: float) -> socket.socket:
 
 
 def _allow_open_files(count: int) -> None:
-    """Raises the number of files that this process may open, as far as it may."""
+    """Raises the process's limit of open files, as far as it is allowed to."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

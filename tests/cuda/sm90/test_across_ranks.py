@@ -3,11 +3,10 @@
 import pytest
 import torch
 from common import assert_results_close, assert_same_bits, exact_by_chunks, make_inputs
-from fused import BF16, for_this_gpu, mixed_gates
-from large import large_inputs
+from fused import BF16, call_plan, draw, for_this_gpu, mixed_gates
 from ranks import across_ranks, named, text_of
 
-from gla_ext import _C, batch_invariant
+from gla_ext import batch_invariant
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
 
@@ -25,32 +24,16 @@ SHAPES = {  # B, T, H, K, V, the gates' dtype
 
 def in_halves(x, lengths):
     """The plan of the first rank."""
-    B, _, H, K = x.q.shape
-    return _C.plan(
-        B,
-        lengths[0],
-        H,
-        K,
-        x.v.shape[-1],
-        dtype="bfloat16",
-        gate_dtype=str(x.g.dtype).removeprefix("torch."),
-        for_backward=True,
-        in_halves=True,
-        processors=torch.cuda.get_device_properties().multi_processor_count,
-        device="cuda",
-    )
+    return call_plan(x.map(lambda t: t[:, : lengths[0]]), for_backward=True, in_halves=True)
 
 
 @in_nan
-@pytest.mark.parametrize("gates", ["weak", "every other chunk", "reset"])
+@pytest.mark.parametrize("gates", [0.1, "every other chunk", "reset"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_results_are_one_gpu_s(shape, gates):
     *sizes, gate_dtype = shape
     sizes[0] = for_this_gpu(sizes[0]) if sizes[0] > 2 else sizes[0]
-    gate = "reset" if gates == "reset" else 0.1
-    x = make_inputs(*sizes, BF16, gate, gate_dtype, device="cuda")
-    x = mixed_gates(x, gates) if gates == "every other chunk" else x
-    T = sizes[1]
+    x, T = draw(*sizes, gates, gate_dtype), sizes[1]
     lengths = (T // 2, T // 8, T - T // 2 - T // 8)
     plan = in_halves(x, lengths)
     assert plan["path"] == "fused"
@@ -63,11 +46,10 @@ def test_results_are_one_gpu_s(shape, gates):
     assert_results_close(found, exact_by_chunks(x), x)
 
 
-@pytest.mark.parametrize("gates", ["weak", "every other chunk"])
+@pytest.mark.parametrize("gates", [0.1, "every other chunk"])
 def test_segments_of_clusters(gates):
     """What a long sequence on a GPU takes, whose prepared chunks backward reads."""
-    x = large_inputs(1, 16384, for_this_gpu(16), 128, 256, states=True)
-    x = x if gates == "weak" else mixed_gates(x, gates)
+    x = draw(1, 16384, for_this_gpu(16), 128, 256, gates)
     plan = in_halves(x, (8192, 8192))
     for name in ("forward", "backward"):
         assert plan[name]["segments"] > 1
@@ -87,22 +69,24 @@ def test_every_kernel(H, K, V):
 
 @in_nan
 @pytest.mark.parametrize("v_first", [False, True])
-def test_rows_and_v_first(v_first):
-    x = make_inputs(2, 768, 1, 128, 256, BF16, 0.1, device="cuda")
+@pytest.mark.parametrize(
+    "sizes, lengths",
+    [
+        ((2, 768, 1, 128, 256), None),
+        ((1, 510, 2, 72, 40), (5, 300, 1, 0, 200)),
+        ((1, 510, 2, 72, 40), (510,)),
+    ],
+    ids=str,
+)
+def test_rows_and_packed_sequences(sizes, lengths, v_first):
+    x = draw(*sizes, lengths=lengths)
     text = text_of(x)
     if v_first:
         text |= {name: text[name].mT.contiguous() for name in ("h0", "dht")}
-    found = named(across_ranks(text, (256,) * 3, state_v_first=v_first))
+    found = named(across_ranks(text, (sizes[1] // 3,) * 3, state_v_first=v_first))
     if v_first:
         found |= {name: found[name].mT for name in ("final_state", "dh0")}
     assert_results_close(found, exact_by_chunks(x), x)
-
-
-@in_nan
-@pytest.mark.parametrize("lengths", [(5, 300, 1, 0, 200), (510,)], ids=str)
-def test_packed_sequences(lengths):
-    x = make_inputs(1, 510, 2, 72, 40, BF16, 0.1, lengths=lengths, device="cuda")
-    assert_results_close(named(across_ranks(text_of(x), (170,) * 3)), exact_by_chunks(x), x)
 
 
 @in_nan
@@ -116,17 +100,17 @@ def test_the_step_path_and_gates_on_values(dtype):
     assert_results_close(found, {name: value.double() for name, value in one.items()}, x)
 
 
-def test_the_same_bits_from_run_to_run():
-    x = make_inputs(1, 640, 1, 128, 256, BF16, 0.1, device="cuda")
-    for mode in (False, True):
-        with batch_invariant(mode):
-            once, again = (named(across_ranks(text_of(x), (320, 320))) for _ in range(2))
-        assert_same_bits(once, again)
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_same_bits_from_run_to_run(invariant):
+    text = text_of(draw(1, 640, 1, 128, 256))
+    with batch_invariant(invariant):
+        once, again = (named(across_ranks(text, (320, 320))) for _ in range(2))
+    assert_same_bits(once, again)
 
 
 def test_other_tokens_than_the_plan_was_made_for():
     """Without what forward prepared, as in graphs of symbolic sizes, everything is made again."""
-    x = make_inputs(1, 640, 1, 128, 256, BF16, 0.1, device="cuda")
+    x = draw(1, 640, 1, 128, 256)
     operands = (x.q, x.k, x.v, x.g, None)
     ops = torch.ops.gla_ext
     summary, none = ops.chunk_gla_summary(*operands, x.initial_state, None, False, False, True, 0)

@@ -4,16 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from common import (
-    assert_results_close,
-    assert_same_bits,
-    exact_by_chunks,
-    ours,
-    outputs_and_gradients,
-)
+from common import assert_results_close, assert_same_bits, exact_by_chunks, ours
 from fused import MIXED, for_this_gpu, operators, plan_of
 from kept import (
-    CASES,
     FP32,
     PAIRED,
     SWEPT,
@@ -33,27 +26,9 @@ from plans import (
     sweeps_gradients,
 )
 
-from gla_ext import batch_invariant, chunk_gla
+from gla_ext import batch_invariant
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("hopper")]
-
-
-def kept_and_made(x, keep_nothing):
-    """Results where operands are kept, which are right, and where they are made again."""
-    with Kept() as calls:
-        kept = ours(x)
-    assert calls.forward == calls.backward == [for_backward_bytes(x)] != [0]
-    assert_results_close(kept, exact_by_chunks(x), x)
-    keep_nothing()
-    with Kept() as calls:
-        made = ours(x)
-    assert calls.forward == calls.backward == [0]
-    return kept, made
-
-
-def assert_kept_as_made(x, keep_nothing):
-    kept, made = kept_and_made(x, keep_nothing)
-    assert_same_bits(made, kept)
 
 
 @pytest.mark.parametrize("case", PAIRED.values(), ids=PAIRED)
@@ -68,37 +43,39 @@ def test_operands_of_pairs_of_blocks(case):
     assert reads_prepared(kept) and sweeps_gradients(kept)
 
 
+def assert_plan_of(case, x):
+    """What the cases are there for."""
+    plan, kept = plan_of(x), plan_of(x, for_backward=True)
+    if case in SWEPT.values():
+        assert sweeps_gradients(plan) and plan["segments"] > 1
+        assert has_cluster_summaries(plan) == (case is SWEPT["swept segments in pairs of blocks"])
+    elif case in UNPAIRED.values():
+        assert not reads_prepared(plan_of(x, False)) and "states.cluster" not in plan["kernels"]
+        assert sweeps_gradients(kept)
+
+
 @in_nan
-@by_case
+@by_every_case
 @pytest.mark.parametrize("gate", [0.1, 2.0, 10.0, "reset", *MIXED])
 def test_same_bits_as_made_again(case, gate, keep_nothing):
-    assert_kept_as_made(draw(case, gate), keep_nothing)
-
-
-@in_nan
-@pytest.mark.parametrize("case", SWEPT.values(), ids=SWEPT)
-@pytest.mark.parametrize("gate", [0.1, "reset", "every other chunk"])
-def test_same_bits_of_swept_segments(case, gate, keep_nothing):
+    """Of single blocks forward's own, from sums of gates that backward would round otherwise: as
+    accurate.
+    """
     x = draw(case, gate)
-    plan = plan_of(x)
-    assert sweeps_gradients(plan) and plan["segments"] > 1
-    assert has_cluster_summaries(plan) == (case is SWEPT["swept segments in pairs of blocks"])
-    assert_kept_as_made(x, keep_nothing)
-
-
-@in_nan
-@pytest.mark.parametrize("case", UNPAIRED.values(), ids=UNPAIRED)
-@pytest.mark.parametrize("gate", [0.1, 2.0, 10.0, "reset", *MIXED])
-def test_operands_of_single_blocks(case, gate, keep_nothing):
-    """Forward's own, from sums of gates that backward would round otherwise: as accurate."""
-    x = draw(case, gate)
-    kept_plan = plan_of(x, for_backward=True)
-    assert not reads_prepared(plan_of(x, False)) and "states.cluster" not in plan_of(x)["kernels"]
-    assert sweeps_gradients(kept_plan) and kept_plan["for_backward_bytes"] > 0
-    kept, made = kept_and_made(x, keep_nothing)
-    assert_results_close(made, exact_by_chunks(x), x)
-    forward = ("o", "final_state")
-    assert_same_bits({name: made[name] for name in forward}, {name: kept[name] for name in forward})
+    assert_plan_of(case, x)
+    size, results = for_backward_bytes(x), []
+    assert size > 0
+    for expected in (size, 0):
+        with Kept() as calls:
+            results.append(ours(x))
+        assert calls.forward == calls.backward == [expected]
+        keep_nothing()
+    kept, made = results
+    names = ("o", "final_state") if case in UNPAIRED.values() else made
+    assert_same_bits({name: made[name] for name in names}, kept)
+    truth = exact_by_chunks(x)
+    for found in results:
+        assert_results_close(found, truth, x)
 
 
 @in_nan
@@ -143,22 +120,3 @@ def test_backward_leaves_it_alone(case):
     results = operators(x, size, between=lambda kept: copies.extend((kept, kept.clone())))
     assert torch.equal(*copies)
     assert_same_bits(operators(x, size), results)
-
-
-@in_nan
-@pytest.mark.parametrize("case", [CASES["segments"], *SWEPT.values(), *PAIRED.values()])
-def test_shared_heads(case, keep_nothing):
-    x = draw(case)
-    parts = {name: getattr(x, name)[:, :, ::2].contiguous() for name in ("k", "v", "g")}
-
-    def run():
-        def function(q, k, v, g, initial_state):
-            return chunk_gla(q, k, v, g, initial_state=initial_state, output_final_state=True)
-
-        with Kept() as calls:
-            return outputs_and_gradients(function, dataclasses.replace(x, **parts)), calls.forward
-
-    kept, sizes = run()
-    assert sizes == [for_backward_bytes(x)]
-    keep_nothing()
-    assert_same_bits(run()[0], kept)

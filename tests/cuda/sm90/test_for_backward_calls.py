@@ -9,7 +9,6 @@ from common import (
     assert_results_close,
     assert_same_bits,
     exact_by_chunks,
-    make_inputs,
     ours,
 )
 from cuda_tools import backward_in_this_thread, peak_bytes
@@ -17,7 +16,6 @@ from fused import BF16, operators
 from kept import (
     CASES,
     PAIRED,
-    SWEPT,
     Kept,
     by_case,
     by_every_case,
@@ -66,31 +64,34 @@ def test_what_is_saved_and_freed(case, keep_nothing):
     assert saved() == []
 
 
-@pytest.mark.parametrize("who", ["no_grad", "no leaf"])
-def test_nothing_is_kept_where_no_gradient_is_to_come(who):
-    x = draw(CASES["segments"])
-    leaf = x.q.requires_grad_(who == "no_grad")
-    with Kept() as calls, torch.set_grad_enabled(who != "no_grad"):
-        chunk_gla(leaf, x.k, x.v, x.g)
+def made_without_gradients(x):
+    with torch.no_grad():
+        chunk_gla(x.q.requires_grad_(), x.k, x.v, x.g)
+
+
+NOTHING = {  # the inputs, the call
+    "no_grad": (CASES["segments"], made_without_gradients),
+    "no leaf": (CASES["segments"], lambda x: chunk_gla(x.q, x.k, x.v, x.g)),
+    # Of many short sequences operands are mostly padding, of few values mostly keys.
+    "short sequences": (((1, 1200, 2, 128, 128), BF16, (3,) * 400), ours),
+    "few values": (((1, 1200, 2, 136, 8), BF16, (1200,)), ours),
+}
+
+
+@pytest.mark.parametrize("case, call", NOTHING.values(), ids=NOTHING)
+def test_nothing_is_kept(case, call):
+    x = draw(case)
+    with Kept() as calls:
+        call(x)
     assert calls.forward == [0]
 
 
 def test_callers_of_the_operator_do_not_hold_it():
     x = draw(CASES["segments"])
     args = (x.q.requires_grad_(), x.k, x.v, x.g, None, None, None, None, False, False, False)
-    assert torch.ops.gla_ext.chunk_gla_fwd(*args)[2].numel() == 0
-    assert torch.ops.gla_ext.chunk_gla_fwd(*args, for_backward_bytes(x))[
-        2
-    ].numel() == for_backward_bytes(x)
-
-
-def test_never_more_than_the_inputs():
-    """Of many short sequences operands are mostly padding, of few values mostly keys."""
-    for K, V, lengths in ((128, 128, (3,) * 400), (136, 8, (1200,))):
-        x = make_inputs(1, 1200, 2, K, V, BF16, lengths=lengths, device="cuda")
-        with Kept() as calls:
-            ours(x)
-        assert calls.forward == [0]
+    size = for_backward_bytes(x)
+    for kept in ((), (size,)):
+        assert torch.ops.gla_ext.chunk_gla_fwd(*args, *kept)[2].numel() == sum(kept)
 
 
 @pytest.mark.parametrize("shape", [(2, 2048, 4, 256, 512), (32, 2048, 4, 128, 256)], ids=str)
@@ -99,16 +100,6 @@ def test_peak_of_both_ways_is_that_of_making_them_again(shape, keep_nothing):
     kept = peak_bytes(lambda: ours(x))
     keep_nothing()
     assert kept <= 1.01 * peak_bytes(lambda: ours(x))
-
-
-@by_every_case
-def test_backward_twice(case):
-    x = draw(case).map(lambda t: t.requires_grad_())
-    o, _ = chunk_gla(x.q, x.k, x.v, x.g, cu_seqlens=x.cu_seqlens)
-    leaves = (x.q, x.k, x.v, x.g)
-    first = torch.autograd.grad(o, leaves, x.do, retain_graph=True)
-    for a, b in zip(first, torch.autograd.grad(o, leaves, x.do), strict=True):
-        assert torch.equal(a, b)
 
 
 def shifted(x: Inputs) -> Inputs:
@@ -162,19 +153,15 @@ def test_wrong_sizes_and_paths_are_errors(monkeypatch):
     x = draw(CASES["many keys"])
     with pytest.raises(ValueError, match="expected for_backward_bytes to be at least -1, got -2"):
         operators(x, -2)
+    for name in ("k", "v"):
+        y = dataclasses.replace(x, **{name: getattr(x, name)[..., :0]})
+        y = dataclasses.replace(y, q=y.k, g=y.k)
+        with pytest.raises(ValueError, match="to be at least 1, got 0"):
+            chunk_gla(y.q.detach().requires_grad_(), y.k, y.v, y.g)
     monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
-    with pytest.raises(
-        NotImplementedError, match="expected for_backward_bytes to be 0 in the step path"
-    ):
+    message = "expected for_backward_bytes to be 0 in the step path"
+    with pytest.raises(NotImplementedError, match=message):
         operators(x, for_backward_bytes(x))
-
-
-@pytest.mark.parametrize("K, V", [(0, 256), (128, 0)])
-def test_wrong_sizes_are_errors_still(K, V):
-    q, k = (torch.zeros(1, 2048, 4, K, dtype=BF16, device="cuda") for _ in range(2))
-    v = torch.zeros(1, 2048, 4, V, dtype=BF16, device="cuda")
-    with pytest.raises(ValueError, match="to be at least 1, got 0"):
-        chunk_gla(q.requires_grad_(), k, v, k)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -227,21 +214,3 @@ def test_checkpointed_and_offloaded(how):
         other = run(lambda *t: checkpoint(function, *t, use_reentrant=reentrant))
     for a, b in zip(plain, other, strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [CASES["segments"], SWEPT["swept segments in pairs of blocks"], *PAIRED.values()],
-)
-def test_replayed_in_a_graph(case):
-    x = draw(case, "every other chunk")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        ours(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = ours(x)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert_same_bits(captured, ours(x))

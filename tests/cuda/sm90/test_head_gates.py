@@ -75,48 +75,64 @@ def assert_like_truth(results, x):
     assert_results_close(results, {name: expected[name] for name in results}, x)
 
 
+SWEEPS = {
+    constant: ["query_grads", "key_grads", "value_grads"],
+    simple: ["query_grads.and_dots", "key_grads.and_dots", "gate_grads", "value_grads"],
+}
+by_operator = pytest.mark.parametrize(
+    "operator", [constant, simple], ids=["constant gate", "gradient of the gate"]
+)
+
+
 @in_nan
+@by_operator
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("T, K, V", SIZES)
-def test_sizes(T, K, V, gate):
+def test_sizes(T, K, V, gate, operator):
     x = inputs(T, K, V, gate)
-    sweeps = ["query_grads", "key_grads", "value_grads"]
+    sweeps = [f"head_gates.{name}" for name in SWEEPS[operator]]
     assert kernels(x, False) == ["head_gates.sums", "head_gates.forward"]
-    assert kernels(x, True) == ["head_gates.sums", *(f"head_gates.{name}" for name in sweeps)]
-    assert_like_truth(constant(x), x)
+    assert kernels(x, True, operator is simple) == ["head_gates.sums", *sweeps]
+    assert_like_truth(operator(x), x)
 
 
 @in_nan
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("T, K, V", SIZES)
-def test_gradient_of_the_gate(T, K, V, gate):
-    x = inputs(T, K, V, gate)
-    sweeps = ["query_grads.and_dots", "key_grads.and_dots", "gate_grads", "value_grads"]
-    names = ["head_gates.sums", *(f"head_gates.{name}" for name in sweeps)]
-    assert kernels(x, True, True) == names
-    assert_like_truth(simple(x), x)
+@by_operator
+@pytest.mark.parametrize("absent", [("dht",), ("initial_state", "dht")], ids=str)
+def test_without_states(absent, operator):
+    x = dataclasses.replace(inputs(65, 128, 64), **dict.fromkeys(absent))
+    assert_like_truth(operator(x), x)
+
+
+PACKED = {  # of 695 tokens and 2400, with a tail
+    "short": (UNEVEN_LENGTHS, 695, "reset"),
+    "one long": ((1500, 0, 65, 3, 700), 2400, 0.1),
+}
 
 
 @in_nan
-def test_gradient_of_the_gate_over_many_chunks():
-    """What passes from chunk to chunk, more of them than at once, with and without a last state."""
-    x = inputs(64 * 35 + 9, 64, 64, 0.05, B=1, H=2)
-    assert_like_truth(simple(x), x)
-    x = dataclasses.replace(x, dht=None, g=x.g * 8)
-    with batch_invariant():
-        assert_like_truth(simple(x), x)
-
-
-@in_nan
-@pytest.mark.parametrize("K, V", [(64, 64), (128, 136)])
-def test_gradient_of_the_gate_of_packed_sequences(K, V):
-    x = inputs(695, K, V, "reset", B=1, lengths=UNEVEN_LENGTHS)
-    results = simple(x)
+@by_operator
+@pytest.mark.parametrize("lengths, T, gate", PACKED.values(), ids=PACKED)
+@pytest.mark.parametrize("K, V", [(64, 64), (128, 136), (256, 72)])
+def test_packed(K, V, lengths, T, gate, operator):
+    x = inputs(T, K, V, gate, B=1, H=2, lengths=lengths)
+    assert "head_gates.summaries.of_grads" in kernels(x, True, operator is simple)
+    results = operator(x)
     assert_like_truth(results, x)
-    assert not results["dg"][:, sum(UNEVEN_LENGTHS) :].any()
-    x = inputs(2400, K, V, 0.1, B=1, H=1, lengths=(1500, 0, 65, 3, 700))
-    assert "head_gates.summaries.of_grads" in kernels(x, True, True)
-    assert_like_truth(simple(x), x)
+    for name in {"o", "dq", "dk", "dv", "dg"} & results.keys():
+        assert not results[name][:, sum(lengths) :].any()
+
+
+@in_nan
+@pytest.mark.parametrize("gate", [0.1, "reset"])
+@pytest.mark.parametrize("T, K, V", [(1900, 64, 64), (1300, 128, 136), (1300, 256, 72)])
+def test_segments(T, K, V, gate):
+    """Of a long sequence; the states that enter them are those of the gradients' sweeps too."""
+    x = inputs(T, K, V, gate, B=1, H=2)
+    summaries = ["head_gates.summaries", "head_gates.summaries.of_grads", "scan.both"]
+    assert kernels(x, False)[1:3] == ["head_gates.summaries", "scan"]
+    assert kernels(x, True)[1:4] == summaries
+    assert_like_truth(constant(x), x)
 
 
 @in_nan
@@ -136,27 +152,14 @@ def test_gradient_of_the_gate_over_segments(T, K, V, gate):
     assert_like_truth(simple(x), x)
 
 
-@pytest.mark.parametrize("strength", [1.0, 6.0, 12.0, 30.0])
-def test_gradient_of_gates_that_are_all_alike(strength):
-    """Decays of every token from e^-1 to e^-30: dg is what is left of much larger terms."""
-    x = inputs(700, 64, 64, B=1, states=False)
-    x = dataclasses.replace(x, g=torch.full_like(x.g, -strength))
-    assert_like_truth(simple(x), x)
-
-
-def test_resets_have_no_gradient():
-    x = inputs(130, 64, 128, "reset")
-    assert (simple(x)["dg"][x.g == -torch.inf] == 0).all()
-
-
 @in_nan
-@pytest.mark.parametrize("K, V", [(64, 64), (128, 136), (256, 72)])
-def test_packed(K, V):
-    x = inputs(695, K, V, "reset", B=1, lengths=UNEVEN_LENGTHS)
-    results = constant(x)
-    assert_like_truth(results, x)
-    for name in ("o", "dq", "dk", "dv"):
-        assert not results[name][:, sum(UNEVEN_LENGTHS) :].any()
+def test_gradient_of_the_gate_over_many_chunks():
+    """What passes from chunk to chunk, more of them than at once, with and without a last state."""
+    x = inputs(64 * 35 + 9, 64, 64, 0.05, B=1, H=2)
+    assert_like_truth(simple(x), x)
+    x = dataclasses.replace(x, dht=None, g=x.g * 8)
+    with batch_invariant():
+        assert_like_truth(simple(x), x)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
@@ -168,20 +171,27 @@ def test_gate_dtypes_and_shared_heads(dtype):
     assert_like_truth(results, x)
 
 
-def test_a_decay_of_every_token_is_read_in_place():
-    """g_gamma, with strides of 0."""
-    x = inputs(130, 64, 128)
-    gamma = x.g[0, 0].clone()
-    x = dataclasses.replace(x, g=gamma.expand(x.g.shape))
-    assert_like_truth(constant(x), x)
+def test_gradient_of_gates_that_are_all_alike():
+    """Decays of every token from e^-1 to e^-30: dg is what is left of much larger terms."""
+    x = inputs(700, 64, 64, B=1, states=False)
+    for strength in (1.0, 6.0, 12.0, 30.0):
+        x = dataclasses.replace(x, g=torch.full_like(x.g, -strength))
+        assert_like_truth(simple(x), x)
 
 
 @in_nan
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout):
-    """Expanded are B and C of Mamba-2: one group's for all heads, in place."""
-    x = inputs(130, 64, 128).map(lambda t: relayout(t, layout))
-    assert_like_truth(simple(x), x)
+@by_operator
+@pytest.mark.parametrize("layout", [*LAYOUTS, "one decay"])
+def test_layouts(layout, operator):
+    """Expanded are B and C of Mamba-2: one group's for all heads, in place. One decay of every
+    token, g_gamma, has strides of 0.
+    """
+    x = inputs(130, 64, 128)
+    if layout == "one decay":
+        x = dataclasses.replace(x, g=x.g[:1, :1].expand(x.g.shape))
+    else:
+        x = x.map(lambda t: relayout(t, layout))
+    assert_like_truth(operator(x), x)
 
 
 def test_without_gates():
@@ -196,19 +206,15 @@ def test_without_gates():
     assert_close(o, expected, 0.01)
 
 
-def test_states_that_lie_v_first():
-    x = inputs(130, 72, 128)
+@pytest.mark.parametrize("T", [130, 1300], ids=["whole", "segments"])
+def test_states_that_lie_v_first(T):
+    x = inputs(T, 72, 128, B=1, H=1)
     turned = {name: getattr(x, name).mT.contiguous() for name in ("initial_state", "dht")}
     results = constant(dataclasses.replace(x, **turned), state_v_first=True)
     expected = constant(x)
     for name in ("final_state", "dh0"):
         results[name] = results[name].mT
     assert_same_bits(results, expected)
-
-
-def test_without_states():
-    x = inputs(65, 128, 64, states=False)
-    assert_like_truth(constant(x), x)
 
 
 def test_same_bits_alone_and_packed():
@@ -226,56 +232,10 @@ def test_same_bits_alone_and_packed():
             assert_same_bits(alone, own)
 
 
-def test_resets_are_exact():
-    x = inputs(130, 64, 128, 0.1)
-    g = x.g.clone()
-    g[:, 70] = -torch.inf
-    o, _ = chunk_simple_gla(x.q, x.k, x.v, g, initial_state=x.initial_state)
-    k, v = x.k.clone(), x.v.clone()
-    k[:, :70], v[:, :70] = 7, -3
-    other, _ = chunk_simple_gla(x.q, k, v, g, initial_state=-x.initial_state)
-    assert torch.equal(o[:, 70:], other[:, 70:])
-
-
 def test_nan_comes_out_from_its_token_on():
     x = inputs(130, 64, 128)
-    g = x.g.clone()
-    g[0, 100, 1] = torch.nan
-    o, state = chunk_gla(x.q, x.k, x.v, g, output_final_state=True)
+    x.g[0, 100, 1] = torch.nan
+    o, state = chunk_gla(x.q, x.k, x.v, x.g, output_final_state=True)
     assert o[0, 100:, 1].isnan().all() and state[0, 1].isnan().all()
     o[0, 64:, 1] = 0
     assert o.isfinite().all()
-
-
-@in_nan
-@pytest.mark.parametrize("gate", [0.1, "reset"])
-@pytest.mark.parametrize("T, K, V", [(1900, 64, 64), (1300, 128, 136), (1300, 256, 72)])
-def test_segments(T, K, V, gate):
-    """Of a long sequence; the states that enter them are those of the gradients' sweeps too."""
-    x = inputs(T, K, V, gate, B=1, H=2)
-    summaries = ["head_gates.summaries", "head_gates.summaries.of_grads", "scan.both"]
-    assert kernels(x, False)[1:3] == ["head_gates.summaries", "scan"]
-    assert kernels(x, True)[1:4] == summaries
-    assert_like_truth(constant(x), x)
-
-
-@in_nan
-def test_segments_of_packed_sequences():
-    x = inputs(2400, 128, 128, 0.1, B=1, H=1, lengths=(1500, 0, 65, 3, 700))
-    assert kernels(x, True)[1:4] == [
-        *("head_gates.summaries", "head_gates.summaries.of_grads", "scan.both"),
-    ]
-    results = constant(x)
-    assert_like_truth(results, x)
-    for name in ("o", "dq", "dk", "dv"):
-        assert not results[name][:, 2268:].any()
-
-
-def test_segments_whose_states_lie_v_first():
-    x = inputs(1300, 72, 128, B=1, H=1)
-    turned = {name: getattr(x, name).mT.contiguous() for name in ("initial_state", "dht")}
-    results = constant(dataclasses.replace(x, **turned), state_v_first=True)
-    expected = constant(x)
-    for name in ("final_state", "dh0"):
-        results[name] = results[name].mT
-    assert_same_bits(results, expected)

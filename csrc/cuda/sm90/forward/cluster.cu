@@ -1,17 +1,20 @@
-// forward/fused for heads of more than 128 values: the two blocks of a cluster have 128 values
-// each, gate the segment's chunks in turn, and hand each other q^, k^, A and the state's factors.
+// forward/fused for heads of more than 128 values. Each of a cluster's two blocks has 128 values;
+// the blocks gate the segment's chunks in turn and send each other q^, k^, A and the state's
+// factors.
 //
-// grid    (segment, head, 256 values), up to four of these one after the other, by a cluster; two
-//         producer and two consumer warpgroups a block
+// grid    (segment, head, 256 values) by a cluster, which takes up to four of them in sequence; a
+//         block has two producer and two consumer warpgroups
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states
-// writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks]; for backward prepared chunks [B, slots,
-//         H] without A of strong ones
+// writes  o [B, T, H, V], ht, tiers [B, entries, H, blocks]; for backward prepared chunks [B,
+// entries,
+//         H], without A of strong ones
 //
-// Block r of a cluster gates chunks r, r + 2, ..., its producers these in turn, each in a stage of
-// its own. There the block's consumers multiply them, and a bulk copy takes them to the other
-// block. The stage is used again when the consumers of both blocks have left the chunk. A consumer
-// copies its own v. Producers go on to the next segment while consumers are at this one's last
-// chunks. The arithmetic, and so every bit, is forward/fused's.
+// Block r of a cluster gates chunks r, r + 2, ... Its producers take these in turn; each producer
+// has a stage of its own. The block's consumers multiply a chunk in that stage, and a bulk copy
+// sends it to the other block. The stage is used again once the consumers of both blocks have
+// released the chunk. A consumer copies its own v. Producers may work on the next segment while
+// consumers finish the last chunks of this one. The arithmetic, and so every bit, is that of
+// forward/fused.
 #include "cuda/sm90/sm90.h"
 #include "cuda/sm90/tiles/cluster_launch.cuh"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
@@ -26,7 +29,8 @@ namespace forward::cluster {
 
 constexpr int kKeys = kGroupKeys;
 
-// Factors of the state's key channels at a chunk, as in forward/fused; whether the chunk is strong.
+// Factors of the state's key channels at a chunk, as in forward/fused, and whether the chunk is
+// strong.
 struct alignas(16) Factors {
   float enter[kKeys], middle[kKeys], leave[kKeys];
   int strong;
@@ -34,34 +38,34 @@ struct alignas(16) Factors {
 
 // A chunk as it is multiplied.
 struct Tiles {
-  Tile q[kKeyTiles];  // [token][K], then q^
-  Tile k[kKeyTiles];  // [token][K], then k^
-  Tile A;             // the first tile of g [token][K], then A [token][token]
+  Tile q[kKeyTiles];  // [token][K], replaced by q^
+  Tile k[kKeyTiles];  // [token][K], replaced by k^
+  Tile A;             // first tile of g [token][K], replaced by A [token][token]
 };
-// And while it is gated.
+// A chunk while it is gated.
 struct Gated {
   Tiles tiles;
   Tile other_g[kKeyTiles - 1];  // the other tiles of g
 };
 static_assert(offsetof(Gated, other_g) == offsetof(Tiles, A) + kTileBytes);
 
-// kItems: the most work items of a cluster.
+// kItems: the largest number of work items of a cluster.
 template <int kItems>
 struct alignas(1024) Shared {
-  Gated own[kGroups];               // by this block's producers
-  Tiles received[kGroups];          // from the other's
+  Gated own[kGroups];               // gated by this block's producers
+  Tiles received[kGroups];          // received from the other block's producers
   Tile v[kClusterBlocks][kGroups];  // [token][64 values], then o
-  Tile triangle;                    // of ones, [token][token]
+  Tile triangle;                    // ones on and below the diagonal, [token][token]
   Factors own_factors[kGroups], received_factors[kGroups];
   float b_last[kGroups][kKeys];
   float2 references[kGroups][kKeys];
-  alignas(16) float pass[kGroups][kKeys];  // of a consumer, see `Passage`
+  alignas(16) float pass[kGroups][kKeys];  // of each consumer, see `Passage`
   Handover handover;
-  uint64_t first_rows;  // of the first producer are there
+  uint64_t first_rows;  // the first producer's first rows have arrived
   Items<kItems> items;
 };
 
-// kForBackward: prepared chunks are stored.
+// kForBackward: also stores prepared chunks.
 template <bool kForBackward, int kItems>
 __device__ __forceinline__ void produce(Shared<kItems>& s, const Problem& p, int group, int rank) {
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, other = 1 - rank;
@@ -73,11 +77,12 @@ __device__ __forceinline__ void produce(Shared<kItems>& s, const Problem& p, int
     const Segment& segment = own_chunk.segment();
     const int chunk = own_chunk.chunk();
     s.handover.wait_for_place(own_chunk.number);
-    // All blocks start at once: the rows that are needed first do not share memory with others.
+    // All blocks start at once. The second producer waits, so that its copies do not slow down
+    // those of the first rows.
     if (own_chunk.number == 1) wait(&s.first_rows, 0);
     if constexpr (kForBackward) {
       if (thread == 0) wait_for_bulk_stores();
-      barrier();  // the chunk before is read
+      barrier();  // the previous chunk is read
     }
     copy_rows<kKeyTiles, kGroupThreads>(&own.A, p.g, segment, chunk, thread, 0, p.K);
     copy_rows<kKeyTiles, kGroupThreads>(own.q, p.q, segment, chunk, thread, 0, p.K);
@@ -89,7 +94,7 @@ __device__ __forceinline__ void produce(Shared<kItems>& s, const Problem& p, int
                            factors.enter,   factors.middle,  factors.leave,
                            &factors.strong, s.b_last[group], s.references[group]};
     gate(gated, p.scale);
-    fence_for_products();  // and bulk copies
+    fence_for_products();  // also for bulk copies
     arrive(&s.handover.own_full[group]);
     barrier();  // A is written
     if (thread == 0) {
@@ -101,10 +106,10 @@ __device__ __forceinline__ void produce(Shared<kItems>& s, const Problem& p, int
         store_operands(prepared_at(p, segment.chunk_head(p, chunk)), gated);
     }
   }
-  if (kForBackward && thread == 0) wait_for_bulk_stores();  // before the block ends
+  if (kForBackward && thread == 0) wait_for_bulk_stores();  // the block must not end earlier
 }
 
-// One work item. before: chunks of either block in earlier items.
+// Works on one item. before: how many chunks each block has gated in earlier items.
 template <bool kForBackward, int kItems>
 __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, const Segment& segment,
                                         const int (&before)[kClusterBlocks], int group, int first_v,
@@ -112,7 +117,7 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
   if (segment.tail) return write_tail(p, segment, first_v);
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   const bool writes_tiers = first_v == 0 && thread == 0;
-  // Into the place of rows of o that this thread itself has read.
+  // Copies rows of v to the place of those rows of o that this thread itself has stored to memory.
   const auto copy = [&](int chunk) {
     if (chunk < segment.chunks)
       copy_rows<1, kGroupThreads>(&s.v[chunk % kClusterBlocks][group], p.v, segment, chunk, thread,
@@ -135,7 +140,7 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
     Tile& v = s.v[chunk % kClusterBlocks][group];
     s.handover.wait_for_chunk(turn, rank);
     const bool strong = __any_sync(0xffffffffu, factors.strong);
-    passage.enter(group, factors.enter, factors.leave);  // v is there after its barrier
+    passage.enter(group, factors.enter, factors.leave);  // after its barrier v has arrived
 
     float o[32];  // [64 values][64 tokens]
     multiply_chunk<kForBackward>(
@@ -144,15 +149,16 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
       wait_for_products<0>();
       if constexpr (!kForBackward) keep_state(p, segment, chunk, state, first_v, factors.leave);
       if (chunk + 1 == segment.chunks) state.scale(factors.leave);
-      // v of this thread's next chunk is there, and later barriers tell the others so; and the
-      // factors are read before the other block's bulk copy overwrites them. A fence after the rows
-      // of o would wait until these are in memory.
+      // v of this thread's next chunk has arrived; later barriers tell the other threads. The fence
+      // also orders the reads of the factors before the other block's bulk copy overwrites them. A
+      // fence after the rows of o would wait until these are in memory.
       wait_for_copies<0>();
       fence_for_products();
       s.handover.leave(turn, rank);
     };
-    // For backward o passes while the state's products run: both ways are then faster by 2 %.
-    // Elsewhere that would make forward slower by 1 %.
+    // For backward, o is stored while the state's products run, which makes forward and backward
+    // faster by 2 %. Without the stores of prepared chunks this order would make forward slower by
+    // 1 %.
     if constexpr (kForBackward) {
       wait_for_products<1>();
       const OutputRows rows(v, o, group);
@@ -183,7 +189,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) kernel(Problem p, int64_t it
   }
   fill_triangle<kBlockThreads>(s.triangle);
   fence_for_products();
-  sync_cluster();  // the barriers, the segments and the triangle are there
+  sync_cluster();  // the barriers, the segments and the triangle are written
   const int group = warpgroup();
   if (group < kGroups) {
     give_registers<96>();
@@ -197,7 +203,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) kernel(Problem p, int64_t it
                                 cluster.rank);
         });
   }
-  sync_cluster();  // the other block writes nothing here any more
+  sync_cluster();  // from here on the other block writes nothing to this one
 #endif
 }
 

@@ -1,5 +1,5 @@
-// The state of a consumer's values in groups of 128 key channels, as operands lie in memory; the
-// last has 64 where the number of tiles of 64 is odd.
+// The state of a consumer's values in groups of 128 key channels, like the operands in memory. The
+// last group has 64 channels if the number of tiles of 64 is odd.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +15,7 @@ struct Parts {
   State<kGroupKeys> whole[kWhole];
   std::conditional_t<kTiles % kTilesOfGroup == 1, State<kTile>, Nothing> half;
 
-  // f(group, its number)
+  // Calls f(group, its number) for each group.
   template <class F>
   __device__ __forceinline__ void for_each(F&& f) {
 #pragma unroll

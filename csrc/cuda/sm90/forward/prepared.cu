@@ -1,19 +1,19 @@
-// The forward of a segment and head in one sweep over prepared chunks, for bf16 on sm_90a: what the
-// consumers of forward/fused do, for up to 256 key channels.
+// The forward of a segment and head in one sweep over prepared chunks, for bf16 on sm_90a and up to
+// 256 key channels. It computes what the consumers of forward/fused compute.
 //
 //   o = A v + q^ S~      S~ = 2^from S      S' = 2^(b_C - from) (S~ + k^T v)
 //
 // grid    (segment, head, 128 values); a producer and two consumer warpgroups
-// reads   prepared chunks [B, slots, H] (after cluster summaries only A of strong chunks is there),
-//         v [B, T, H, V], h0 or segment_states; of replayed chunks k^, the factors and v alone
+// reads   prepared chunks [B, entries, H] (after cluster summaries these have A of strong chunks
+//         only), v [B, T, H, V], h0 or segment_states; only k^, the factors and v of replayed
+//         chunks
 // writes  o [B, T, H, V], ht
 //
-// The producer copies the prepared chunk and its rows of v, and makes one factor of those by which
-// the state leaves a chunk and enters the next; after cluster summaries it makes A too. A consumer
-// holds the state of 64 values transposed, [V][K], in groups of 128 key channels, of which the
-// second may have 64. Its loop is a twin of fused/consume.cuh: here the producer, which gates
-// nothing, makes the factors by which the state passes, and the state may take 128 registers.
-// Accumulation is fp32.
+// The producer copies the prepared chunk and its rows of v, and multiplies the factors for leaving
+// a chunk by those for entering the next. After cluster summaries it makes A too. A consumer holds
+// the state of 64 values transposed, [V][K], in groups of 128 key channels; the second group may
+// have 64. Its loop resembles fused/consume.cuh, but here the producer, which gates nothing, makes
+// the factors between chunks, and the state may take 128 registers. Accumulation is fp32.
 #include <type_traits>
 
 #include "cuda/device/dynamic_shared.h"
@@ -31,22 +31,22 @@ namespace forward::prepared {
 
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
-constexpr int kValues = kConsumers * kTile;  // of a block
+constexpr int kValues = kConsumers * kTile;  // values of a block
 
 template <class OperandsOfChunk>
 struct Stage {
   OperandsOfChunk operands;
-  Tile v[kConsumers];  // [token][V], then o
+  Tile v[kConsumers];  // [token][V], replaced by o
 };
 
-// What both kinds of blocks have. kTilesOfKeys: two to four tiles of 64 key channels.
+// Shared by both kinds of blocks. kTilesOfKeys: two to four tiles of 64 key channels.
 template <int kTilesOfKeys, class OperandsOfChunk, int kStagesOfBlock>
 struct ForwardBlock : PreparedBlock<Stage<OperandsOfChunk>, kStagesOfBlock, kConsumers> {
   static_assert(kTilesOfKeys >= 2 && kTilesOfKeys <= 4);
   static constexpr int kTiles = kTilesOfKeys, kGroups = kGroupsOf<kTiles>;
   using Base = PreparedBlock<Stage<OperandsOfChunk>, kStagesOfBlock, kConsumers>;
-  // What the state is multiplied by as it leaves a chunk; and the product of that and what it is
-  // multiplied by as it enters the next.
+  // leave: factors by which the state leaves a chunk. pass: those times the factors by which it
+  // enters the next chunk.
   float leave[kGroups * kGroupKeys];
   alignas(16) float pass[Base::kStages][kGroups * kGroupKeys];
   uint64_t operands_full[Base::kStages];
@@ -58,7 +58,7 @@ struct ForwardBlock : PreparedBlock<Stage<OperandsOfChunk>, kStagesOfBlock, kCon
   }
 };
 
-// All of a prepared chunk is in memory.
+// For prepared chunks that are complete in memory.
 template <int kTilesOfKeys>
 struct ReadingBlock : ForwardBlock<kTilesOfKeys, PreparedChunk<kGroupsOf<kTilesOfKeys>>,
                                    kTilesOfKeys == kKeyTiles ? 3 : 2> {
@@ -74,8 +74,8 @@ struct alignas(1024) Unscored {
   int strong;
 };
 static_assert(sizeof(Unscored) >= offsetof(Unscored, strong) + kFlagBytes);
-// After cluster summaries the producer makes A; only A of strong chunks is in memory, once the scan
-// is done.
+// For prepared chunks after cluster summaries: the producer makes A. Memory has only A of strong
+// chunks, which is ready when the scan is done.
 struct MakingBlock : ForwardBlock<kKeyTiles, Unscored, 4> {
   static constexpr bool kMakesA = true, kReplays = false;
   static constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;
@@ -84,7 +84,7 @@ struct MakingBlock : ForwardBlock<kKeyTiles, Unscored, 4> {
   __device__ __forceinline__ Tile& scores(int chunk) { return A[chunk % kPlaces]; }
 };
 
-// Asks for the bytes from `first` to `end` of a prepared chunk, which `full` expects.
+// Copies bytes [first, end) of a prepared chunk; `full` must already expect them.
 template <class OperandsOfChunk>
 __device__ __forceinline__ void copy_bytes(OperandsOfChunk& to, const unsigned char* from,
                                            int first, int end, uint64_t* full) {
@@ -92,14 +92,14 @@ __device__ __forceinline__ void copy_bytes(OperandsOfChunk& to, const unsigned c
                      full);
 }
 
-// Asks for the flag of a strong chunk.
+// Copies the flag of a strong chunk.
 template <int kGroups, class OperandsOfChunk>
 __device__ __forceinline__ void copy_strong(OperandsOfChunk& to, const unsigned char* from,
                                             uint64_t* full) {
   bulk_copy_expected(&to.strong, from + offsetof(PreparedChunk<kGroups>, strong), kFlagBytes, full);
 }
 
-// Asks for a prepared chunk, tiles without key channels excepted. By one thread.
+// Copies a prepared chunk, except tiles without key channels. Called by one thread.
 template <class BlockOfKernel, class OperandsOfChunk>
 __device__ __forceinline__ void copy_operands(OperandsOfChunk& to, const unsigned char* from,
                                               uint64_t* full) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void copy_operands(OperandsOfChunk& to, const unsigne
   }
 }
 
-// Asks for k^, the factors and the flag of a replayed chunk. By one thread.
+// Copies k^, the factors and the flag of a replayed chunk. Called by one thread.
 template <class BlockOfKernel, class OperandsOfChunk>
 __device__ __forceinline__ void copy_keys(OperandsOfChunk& to, const unsigned char* from,
                                           uint64_t* full) {
@@ -138,18 +138,18 @@ __device__ __forceinline__ void copy_keys(OperandsOfChunk& to, const unsigned ch
   copy_strong<kGroups>(to, from, full);
 }
 
-// Puts A of a chunk into its place, by the producer.
+// Puts A of a chunk into its place. Runs on the producer.
 __device__ __forceinline__ void make_scores(MakingBlock& s, const Problem& p, int chunk,
                                             int thread) {
   const int before = chunk - s.kPlaces;
-  if (before >= 0) wait(&s.empty[before % s.kStages], s.parity(before));  // which had this place
+  if (before >= 0) wait(&s.empty[before % s.kStages], s.parity(before));  // had this place
   const auto& operands = s.stages[chunk % s.kStages].operands;
   if (__any_sync(0xffffffffu, operands.strong)) {
-    await_previous_kernel();  // the scan, whose launch makes A of strong chunks
+    await_previous_kernel();  // waits for the scan, whose launch makes A of strong chunks
     constexpr int kEach = kTileBytes / sizeof(uint4) / kGroupThreads;
     const unsigned char* A =
         prepared_at(p, s.segment.chunk_head(p, chunk)) + offsetof(PreparedChunk<1>, A);
-    uint4 words[kEach];  // all on their way before one is stored
+    uint4 words[kEach];  // all loads are issued before the first store
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
       words[i] = reinterpret_cast<const uint4*>(A)[i * kGroupThreads + thread];
@@ -202,7 +202,7 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
       });
 }
 
-// Issues the state's products, S~ + k^T v.
+// Issues the products of the state, S~ + k^T v.
 template <int kTiles, class Values, class OperandsOfChunk>
 __device__ __forceinline__ void multiply_values(Parts<kTiles>& state, const Values& v,
                                                 const OperandsOfChunk& operands) {
@@ -210,7 +210,7 @@ __device__ __forceinline__ void multiply_values(Parts<kTiles>& state, const Valu
   commit_products();
 }
 
-// Multiplies by a factor of a chunk's key channels.
+// Multiplies the state by one kind of factors of a chunk's key channels.
 template <int kTiles, class OperandsOfChunk>
 __device__ __forceinline__ void scale(Parts<kTiles>& state, const OperandsOfChunk& operands,
                                       Factor factor) {
@@ -232,7 +232,7 @@ __device__ __forceinline__ void consume_replayed(BlockOfKernel& s, Parts<kTiles>
     begin_products();
     multiply_values(state, v, stage.operands);
     wait_for_products<0>();
-    fence_for_products();  // and bulk copies
+    fence_for_products();  // also for bulk copies
     arrive(&s.empty[number]);
   }
 }
@@ -272,7 +272,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
       v.template multiply<Contiguous::kSummed>(o, j, sixteen_columns(s.scores(chunk), j));
     commit_products();
     multiply_values(state, v, stage.operands);
-    // The state's products run on while o passes, because v is in registers.
+    // The state's products may still run while o is stored, because v is in registers.
     wait_for_products<1>();
     const OutputRows rows(stage.v[group], o, group);
     wait_for_products<0>();
@@ -280,7 +280,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
       keep_state(p, segment, chunk, part, first_v, stage.operands.groups[i].factors[kLeave]);
     });
     if (chunk + 1 == segment.chunks) scale(state, stage.operands, kLeave);
-    fence_for_products();  // and bulk copies; later it would wait until the rows are in memory
+    fence_for_products();  // also for bulk copies; later it would wait for the rows' stores
     arrive(&s.empty[number]);
     rows.write(p, segment, chunk, first_v);
   }
@@ -290,7 +290,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
 template <class BlockOfKernel>
 __global__ void __launch_bounds__(kThreads, 1) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  // Registers of a thread: a block that asks for more than it is launched with waits for ever.
+  // A block that requests more registers than it is launched with waits for ever.
   constexpr int kProducerRegisters = BlockOfKernel::kProducerRegisters,
                 kConsumerRegisters = BlockOfKernel::kConsumerRegisters;
   static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kGroupThreads <=
@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(Problem p) {
     if (!s.segment.tail) produce(s, p, block_v);
   } else {
     take_registers<kConsumerRegisters>();
-    await_previous_kernel();  // the scan
+    await_previous_kernel();  // waits for the scan
     consume(s, p, group - 1, block_v);
   }
 #endif

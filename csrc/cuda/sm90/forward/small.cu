@@ -1,14 +1,14 @@
-// The whole forward of a segment and head in one sweep, as in forward/fused, for heads of at most
-// 64 keys and 64 values with bf16 gates.
+// The whole forward of a segment and head in one sweep, as in forward/fused, for heads with K and V
+// of at most 64 and bf16 gates.
 //
-// grid    (segment, head), up to four of these one after the other; two producer warpgroups and a
-//         consumer, two blocks a multiprocessor
+// grid    (segment, head), up to four of these in sequence; two producer warpgroups and a consumer,
+//         two blocks a multiprocessor
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states
-// writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks]
+// writes  o [B, T, H, V], ht, tiers [B, entries, H, blocks]
 //
-// The producers share every chunk, each with half of the key channels and then half of A's columns,
-// and copy rows two chunks ahead, of the next segment too. The consumer has the state of all
-// values. Accumulation is fp32.
+// The producers share every chunk: each has half of the key channels, then half of A's columns.
+// They copy rows two chunks ahead, also those of the next segment. The consumer has the state of
+// all values. Accumulation is fp32.
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/sm90.h"
@@ -21,10 +21,10 @@ namespace gla_ext::cuda::sm90 {
 namespace forward::small {
 
 constexpr int kProducers = 2, kThreads = (kProducers + 1) * kGroupThreads;
-constexpr int kBlocks = 2;  // of a multiprocessor
+constexpr int kBlocks = 2;  // blocks a multiprocessor
 constexpr int kProducerRegisters = 64, kConsumerRegisters = 112;
 
-// Where there are more segments and heads than resident blocks, a block goes on to others.
+// If there are more segments and heads than resident blocks, a block takes several in sequence.
 using SmallUnit = Unit<kTile, 1, kMostItems>;
 constexpr int kStages = SmallUnit::kStages;
 struct Shared : SweepBlock<SmallUnit, kThreads> {
@@ -38,12 +38,12 @@ __device__ __forceinline__ int chunks_of(const Segment& segment) {
   return segment.tail ? 0 : segment.chunks;
 }
 
-// The rows of the block's chunks, which the producers' threads ask for one chunk after the other.
+// Copies the rows of the block's chunks, one chunk at a time, by the producers' threads.
 class Asked {
  public:
   __device__ __forceinline__ explicit Asked(Shared& s) : s_(s) { find(); }
 
-  // Asks for those of the next chunk, if there is one, when its stage is free.
+  // Issues the copies of the next chunk's rows, if there is one, once its stage is free.
   __device__ __forceinline__ void copy(const Problem& p) {
     if (item_ < s_.items) {
       const Segment& segment = s_.unit.segments[item_];
@@ -78,7 +78,7 @@ class Asked {
   }
 
  private:
-  // The first chunk of the next item that has any.
+  // Skips to the first chunk of the next item that has chunks.
   __device__ __forceinline__ void find() {
     while (item_ < s_.items && chunks_of(s_.unit.segments[item_]) == 0) ++item_;
     chunk_ = 0;
@@ -109,7 +109,7 @@ __device__ __forceinline__ void produce(Shared& block, const Problem& p, int gro
          p.scale);
     fence_for_products();
     arrive(&s.full[stage]);
-    asked.copy(p);  // waits for the consumer of the chunk before
+    asked.copy(p);  // waits for the consumer of the previous chunk
   }
 }
 
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) kernel(Problem p, int64_t i
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<Shared*>(s_bytes);
   SmallUnit& unit = s.unit;
-  // The block's work items are blockIdx.x and every gridDim.x-th after it.
+  // The block's work items are numbers blockIdx.x, blockIdx.x + gridDim.x, ...
   if (threadIdx.x < kMostItems) {
     const auto i = threadIdx.x;
     const int64_t item = blockIdx.x + static_cast<int64_t>(i) * gridDim.x;
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) kernel(Problem p, int64_t i
   }
   fill_triangle<kThreads>(s.triangle);
   fence_for_products();
-  __syncthreads();  // the barriers, the segments and the triangle are there
+  __syncthreads();  // the barriers, the segments and the triangle are written
   const int group = warpgroup();
   if (group < kProducers) {
     give_registers<kProducerRegisters>();

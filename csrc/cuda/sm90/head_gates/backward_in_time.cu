@@ -1,12 +1,12 @@
-// The sweeps of sweep.cuh from the last chunk to the first: the gradients of k, v and the first
-// state.
+// The sweeps of sweep.cuh that go from the last chunk to the first: the gradients of k, v and the
+// initial state.
 #include "head_gates.h"
 #include "sweep.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace head_gates {
 
-// The state is the gradient of forward's, transposed.
+// Here the sweep's state is dS transposed.
 template <bool kMakesDots>
 void launch_key_grads(const Problem& p, cudaStream_t stream) {
   Problem roles = p;
@@ -14,7 +14,7 @@ void launch_key_grads(const Problem& p, cudaStream_t stream) {
   roles.k = p.d_o;
   roles.v = p.q;
   roles.o = p.dk;
-  roles.d_o = p.k;  // w
+  roles.d_o = p.k;  // w of sweep.cuh
   roles.K = p.V;
   roles.V = p.K;
   roles.state_v_first = !p.state_v_first;

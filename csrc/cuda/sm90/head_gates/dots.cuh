@@ -1,5 +1,5 @@
-// What a sweep with dots does more: a product with the state in two terms, the dots of every token
-// and the state, and, in the sweep of dq, those of the pairs inside a chunk.
+// The additional work of a sweep with dots: a product with the state in two bf16 terms, the dots of
+// every token with the state, and in the sweep of dq the dots of the token pairs inside a chunk.
 #pragma once
 
 #include "cuda/sm90/forward/fused/barriers.cuh"
@@ -12,12 +12,12 @@ namespace gla_ext::cuda::sm90::head_gates {
 
 struct Nothing {};
 
-// What the producer needs to sum pairs.
+// What the producer needs for summing pairs.
 template <int kStages>
 struct PairSums {
-  uint64_t made[kStages];  // barriers: w and v have met, and o may take v's place
+  uint64_t made[kStages];  // barriers: w v^T is made, so o may overwrite v
   float rows[kTile];
-  float columns[kGroupThreads / 32][kTile];  // of a warp's rows
+  float columns[kGroupThreads / 32][kTile];  // of each warp's rows
 };
 
 template <Time kTime>
@@ -28,20 +28,21 @@ __device__ __forceinline__ float* last_dots(const Problem& p) {
   return static_cast<float*>(p.dg_intra.data);
 }
 
-// Sums accumulators over the rows of a warp: x of columns 8 j + 2 (lane % 4) and the next, at 2 j,
-// becomes that of columns 2 lane and the next, at 0.
+// Sums accumulators over the rows of a warp. Input: columns 8 j + 2 (lane % 4) and the next, in x[2
+// j] and x[2 j + 1]. Result: the sums of columns 2 lane and the next, in x[0] and x[1].
 __device__ __forceinline__ void sum_rows(float (&x)[16]) {
   fold_rows<4>(x);
   fold_rows<2>(x);
   fold_rows<1>(x);
 }
 
-// Keys of a round: with all four tiles of them there are registers for half as many.
+// Key channels of a round. With four tiles of keys there are registers for only half as many.
 constexpr int two_term_keys(int tiles) { return tiles == 4 ? 16 : 32; }
 template <int kTiles>
 using TwoTermOperand = uint32_t[2][2][two_term_keys(kTiles) / 16][4];
 
-// o^T = S^T q^T as multiply_state makes it, with an operand of two terms. operand: of two rounds.
+// Computes o^T = S^T q^T like multiply_state, with an operand of two terms. operand: room for two
+// rounds.
 template <int kTiles, int K>
 __device__ __forceinline__ void multiply_two_terms(float (&o)[32], forward::State<K>& state,
                                                    forward::Leaving leaving, const Tile* q,
@@ -65,8 +66,8 @@ __device__ __forceinline__ void multiply_two_terms(float (&o)[32], forward::Stat
   }
 }
 
-// Sums w_i . o_i of every token over the values of a warp, where w is [token][64 values] times its
-// tokens' factors, rounded: the very operand that adds to the other sweep's state.
+// Sums w_i . o_i of every token over the values of a warp. w is [token][64 values] times its
+// tokens' factors, rounded: exactly the operand that is added to the other sweep's state.
 __device__ __forceinline__ void sum_dots(float (&sums)[kTile], const float (&o)[32], const Tile& w,
                                          const float* factors) {
   const int thread = thread_index() % kGroupThreads, lane = thread % 32;
@@ -74,7 +75,7 @@ __device__ __forceinline__ void sum_dots(float (&sums)[kTile], const float (&o)[
   for_transposed(w, lane, thread / 32, [&](int i, const uint32_t (&words)[4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int j = 2 * i + half;  // tokens from 8 j on
+      const int j = 2 * i + half;  // first token 8 j
       const float2 f = pair_at(factors, 8 * j + 2 * (lane % 4));
       const float2 first = unpack(scaled(words[2 * half], f)),
                    second = unpack(scaled(words[2 * half + 1], f));
@@ -86,8 +87,8 @@ __device__ __forceinline__ void sum_dots(float (&sums)[kTile], const float (&o)[
   pair_at(sums, 2 * lane) = make_float2(x[0], x[1]);
 }
 
-// Where a block's sums lie: [B, slots, H, parts, 64 tokens]. First those of every consumer of every
-// block, then those of the pairs of every block.
+// The place of a block's sums in [B, entries, H, parts, 64 tokens]. First come the sums of all
+// consumers of all blocks, then the pairs' sums of all blocks.
 template <class BlockOfKernel>
 __device__ __forceinline__ float* dots_at(const BlockOfKernel& s, const Problem& p, int chunk,
                                           int part) {
@@ -95,7 +96,7 @@ __device__ __forceinline__ float* dots_at(const BlockOfKernel& s, const Problem&
   return dots_of<BlockOfKernel::kTime>(p) + (s.segment.chunk_head(p, chunk) * parts + part) * kTile;
 }
 
-// The consumer's sums to memory.
+// Stores the consumer's sums to memory.
 template <class BlockOfKernel>
 __device__ __forceinline__ void store_dots(BlockOfKernel& s, const Problem& p, int chunk,
                                            int block_v, int group) {
@@ -107,12 +108,12 @@ __device__ __forceinline__ void store_dots(BlockOfKernel& s, const Problem& p, i
   dots_at(s, p, chunk, block_v / kTile + group)[token] = sum;
 }
 
-// The sums of the pairs of a chunk's tokens over a block's channels, once A of the i-th chunk is in
-// its place, by the producer: A_ij (w_i . v_j) is added to token i and taken from j < i.
+// Sums over the pairs of tokens of the i-th chunk, for a block's channels: A_ij (w_i . v_j) is
+// added to token i and subtracted from token j < i. Runs on the producer once A is in its place.
 template <class BlockOfKernel>
 __device__ __forceinline__ void sum_pairs(BlockOfKernel& s, const Problem& p, int i, int block_v,
                                           int thread) {
-  constexpr int kHalf = kTile / 2;  // of the columns
+  constexpr int kHalf = kTile / 2;  // columns at a time
   const auto& stage = s.stages[i % s.kStages];
   const Fragments fragments(thread);
   const int lane = thread % 32, warp = thread / 32, row = warp * 16 + lane / 4;
@@ -120,7 +121,7 @@ __device__ __forceinline__ void sum_pairs(BlockOfKernel& s, const Problem& p, in
   if constexpr (BlockOfKernel::kKeysFirst)
     group_barrier<forward::kProducerBarrier>(0);  // the chunk's values have arrived
   else
-    __syncwarp();  // its rows of A are written
+    __syncwarp();  // the warp's rows of A are written
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float dots[kHalf / 2];
@@ -154,7 +155,7 @@ __device__ __forceinline__ void sum_pairs(BlockOfKernel& s, const Problem& p, in
     if (lane % 4 == 0) s.pairs.rows[row + 8 * e] = rows[e];
   }
   pair_at(s.pairs.columns[warp], 2 * lane) = make_float2(columns[0], columns[1]);
-  group_barrier<forward::kProducerBarrier>(0);  // the warps' sums are there
+  group_barrier<forward::kProducerBarrier>(0);  // the warps' sums are written
   if (thread >= kTile) return;
   float sum = s.pairs.rows[thread];
 #pragma unroll
@@ -164,7 +165,7 @@ __device__ __forceinline__ void sum_pairs(BlockOfKernel& s, const Problem& p, in
           blocks * s.kConsumers + block_v / s.kValues)[thread] = sum;
 }
 
-// S . dS of a consumer's values after the last token, a number a warp: [N, H, parts, 4].
+// Stores S . dS of a consumer's values after the last token, one number per warp: [N, H, parts, 4].
 template <class BlockOfKernel, class StateOfValues>
 __device__ __forceinline__ void store_last_dot(BlockOfKernel& s, const Problem& p,
                                                StateOfValues& state, int block_v, int group) {

@@ -1,11 +1,11 @@
-// The sweeps of sweep.cuh from the first chunk to the last: o, and the gradient of q.
+// The sweeps of sweep.cuh that go from the first chunk to the last: o, and the gradient of q.
 #include "head_gates.h"
 #include "sweep.cuh"
 
 namespace gla_ext::cuda::sm90 {
 namespace head_gates {
 
-// The state is that of forward, transposed.
+// Here the sweep's state is that of forward, transposed.
 template <bool kMakesDots>
 void launch_query_grads(const Problem& p, cudaStream_t stream) {
   Problem roles = p;
@@ -13,7 +13,7 @@ void launch_query_grads(const Problem& p, cudaStream_t stream) {
   roles.k = p.v;
   roles.v = p.k;
   roles.o = p.dq;
-  roles.d_o = p.q;  // w
+  roles.d_o = p.q;  // w of sweep.cuh
   roles.K = p.V;
   roles.V = p.K;
   roles.state_v_first = !p.state_v_first;

@@ -1,15 +1,17 @@
-// The gradient of the gates, from the last token of a sequence to the first. Every pair of tokens
-// i >= t > j puts A_ij (do_i . v_j) into dg_t, and so does a pair of a token and a state, so that
+// The gradient of the gates, from the last token of a sequence to the first. Every pair of tokens i
+// >= t > j contributes A_ij (do_i . v_j) to dg_t, and so does a pair of a token and a state, so
+// that
 //
 //   dg_t = X + sum over i >= t of (q_i . dq_i - k_i . dk_i)      X = S . dS after the last token
 //
-// without the pairs of a token with itself. A pair puts the same number, to fp32, into both sums
-// (sweep.cuh), and leaves by it. What fp32 rounds of the pairs that have left would add up; so a
-// chunk that leaves next to nothing of the state starts anew: what passes its start is the sum of
-// what the state gives its tokens. Nothing passes a reset, whose dg is 0.
+// without the pairs of a token with itself. A pair adds one number, the same to fp32, to the sums
+// of both its tokens (sweep.cuh), so it cancels at its earlier token. The rounding errors of pairs
+// that have cancelled would add up. The sum therefore starts anew at a chunk that leaves next to
+// nothing of the state: the sum before the chunk is then what the state contributes to the chunk's
+// tokens. Nothing passes a reset, whose dg is 0.
 //
 // grid    (sequence, head); 64 threads for each of sixteen chunks at a time
-// reads   g [B, T, H], HeadGates [B, slots, H], the dots of both sweeps
+// reads   g [B, T, H], HeadGates [B, entries, H], the dots of both sweeps
 // writes  dg [B, T, H]
 // All in fp32, in a fixed order.
 #include "cuda/device/gates.cuh"
@@ -21,16 +23,16 @@
 namespace gla_ext::cuda::sm90 {
 namespace head_gates::gate_grads {
 
-constexpr int kAtOnce = 16;  // chunks
+constexpr int kAtOnce = 16;  // chunks at a time
 constexpr int kThreadsOfBlock = kAtOnce * static_cast<int>(kChunk);
 constexpr int kWarpsOfChunk = static_cast<int>(kChunk) / 32;
 constexpr float kNothing = -24.f;  // log2 units: a decay below fp32's rounding
 
-// Tokens from one on, to the last before the next that nothing passes.
+// The sum over tokens from one token on, up to the next token whose gate lets nothing pass.
 struct Run {
   float sum;
-  bool ends;   // before the chunk's end
-  bool first;  // nothing passes the first
+  bool ends;   // at such a token, before the chunk's end
+  bool first;  // nothing passes the first token's gate
 };
 __device__ __forceinline__ Run joined(const Run& x, const Run& next) {
   if (x.ends || next.first) return {x.sum, true, x.first};
@@ -44,8 +46,8 @@ __device__ __forceinline__ Run from_lane(const Run& x, int lane) {
 
 struct Shared {
   Run second[kAtOnce];                  // of the chunk's second 32 tokens
-  float given[kAtOnce][kWarpsOfChunk];  // what the state gives, summed over a warp's tokens
-  float sums[kAtOnce][kWarpsOfChunk];   // all that they add
+  float given[kAtOnce][kWarpsOfChunk];  // the state's contribution, summed over a warp's tokens
+  float sums[kAtOnce][kWarpsOfChunk];   // sum of all contributions of these tokens
   float decays[kAtOnce];                // of the chunk
 };
 
@@ -60,7 +62,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock) kernel(Problem p) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int own = thread / static_cast<int>(kChunk), token = thread % static_cast<int>(kChunk);
   const int warp = token / 32;
-  float passes = 0;  // S . dS after the chunks that are done
+  float passes = 0;  // S . dS after the next chunk to be done
   if (p.dht != nullptr) {
     const auto* last = static_cast<const float*>(p.dg_intra.data) +
                        (n * p.H + head) * parts * (kLastDotBytes / sizeof(float));
@@ -69,12 +71,12 @@ __global__ void __launch_bounds__(kThreadsOfBlock) kernel(Problem p) {
   const auto chunks = static_cast<int>(blocks_of(sequence.length, kChunk));
   for (int left = chunks; left > 0; left -= kAtOnce) {
     const int chunk = left - 1 - own;
-    const int64_t at = chunk * kChunk + token, slot = (sequence.first_slot + chunk) * p.H + head;
+    const int64_t at = chunk * kChunk + token, entry = (sequence.first_entry + chunk) * p.H + head;
     const bool there = chunk >= 0 && at < sequence.length;
     float given = 0, adds = 0, x = 0;
     if (there) {
-      const auto* of_q = static_cast<const float*>(p.dq_intra.data) + slot * all_parts * kChunk;
-      const auto* of_k = static_cast<const float*>(p.dk_intra.data) + slot * parts * kChunk;
+      const auto* of_q = static_cast<const float*>(p.dq_intra.data) + entry * all_parts * kChunk;
+      const auto* of_k = static_cast<const float*>(p.dk_intra.data) + entry * parts * kChunk;
       float pairs = 0, takes = 0;
       for (int part = 0; part < parts; ++part) {
         given += of_q[kChunk * part + token];
@@ -107,9 +109,9 @@ __global__ void __launch_bounds__(kThreadsOfBlock) kernel(Problem p) {
       s.sums[own][warp] = all;
       if (warp == 0)
         s.decays[own] =
-            chunk >= 0 ? reinterpret_cast<const HeadGates*>(p.prepared)[slot].decay[0] : 1.f;
+            chunk >= 0 ? reinterpret_cast<const HeadGates*>(p.prepared)[entry].decay[0] : 1.f;
     }
-    __syncthreads();  // the chunks' sums are there
+    __syncthreads();  // the chunks' sums are written
     if (warp == 0) run = joined(run, s.second[own]);
     float entering = passes;  // S . dS after this thread's chunk
     for (int i = 0; i < kAtOnce; ++i) {
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock) kernel(Problem p) {
   }
 }
 
-// Zeros after the last packed sequence.
+// Writes zeros after the last packed sequence.
 __global__ void __launch_bounds__(kThreadsOfBlock) clear_tail(Problem p) {
   const Sequence tail = find_sequence(p, p.grid.N);
   for (int64_t i = blockIdx.x * kThreadsOfBlock + threadIdx.x; i < tail.length * p.H;

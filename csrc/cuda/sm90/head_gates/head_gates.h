@@ -1,6 +1,6 @@
-// The kernels for one gate a head, or none, as the host side calls them: bf16 q, k and v whose K
-// and V are multiples of 8 and whose rows start at multiples of 16 bytes; g [B, T, H] of any dtype
-// and strides, as rows of one column.
+// The kernels for one gate a head, or none, as the host calls them: bf16 q, k and v with K and V
+// multiples of 8 and rows that start at multiples of 16 bytes; g [B, T, H] of any dtype and
+// strides, as rows of one column.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,7 +24,8 @@ void launch_head_gate_forward(const Problem& p, cudaStream_t stream);
 void launch_head_gate_query_grads(const Problem& p, cudaStream_t stream);
 // v do q dht (segment_state_grads) HeadGates -> dk. V of at most 256.
 void launch_head_gate_key_grads(const Problem& p, cudaStream_t stream);
-// The same two, and dots, for the gradient of the gates: with q, and with k.
+// query_grads and key_grads that also make the dots with q and with k, for the gradient of the
+// gates.
 void launch_head_gate_query_grads_and_dots(const Problem& p, cudaStream_t stream);
 void launch_head_gate_key_grads_and_dots(const Problem& p, cudaStream_t stream);
 // g HeadGates dots -> dg

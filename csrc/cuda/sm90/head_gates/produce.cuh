@@ -9,8 +9,8 @@
 
 namespace gla_ext::cuda::sm90::head_gates {
 
-// Multiplies scores, rows by columns of tokens from `first` on, by scale 2^(b_row - b_column).
-// Above the diagonal anything comes out.
+// Multiplies scores, [tokens][tokens from `first` on], by scale 2^(b_row - b_column). Elements
+// above the diagonal get arbitrary values.
 template <int kColumns>
 __device__ __forceinline__ void mask_scores(float (&A)[kColumns / 2], const HeadGates& gates,
                                             float scale, int first, int thread) {
@@ -28,11 +28,12 @@ __device__ __forceinline__ void mask_scores(float (&A)[kColumns / 2], const Head
   }
 }
 
-// Puts A of the sweep's i-th chunk into its place, by the producer, whose own copies have arrived.
+// Puts A of the sweep's i-th chunk into its place. Runs on the producer, after its own copies have
+// arrived.
 template <class BlockOfKernel>
 __device__ __forceinline__ void make_scores(BlockOfKernel& s, const Problem& p, int i, int thread) {
   const int before = i - s.kPlaces;
-  if (before >= 0) wait(&s.empty[before % s.kStages], s.parity(before));  // which had this place
+  if (before >= 0) wait(&s.empty[before % s.kStages], s.parity(before));  // had this place
   fence_for_products();
   group_barrier<forward::kProducerBarrier>(0);  // the chunk's copies have arrived
   const auto& stage = s.stages[i % s.kStages];
@@ -49,7 +50,7 @@ __device__ __forceinline__ void make_scores(BlockOfKernel& s, const Problem& p, 
   }
 }
 
-// Asks for rows of q and k of a chunk, which A is made of, beside the gates.
+// Copies a chunk's rows of q and k, of which A is made together with the gates.
 template <class BlockOfKernel>
 __device__ __forceinline__ void copy_keys(const BlockOfKernel& s, const Problem& p, int number,
                                           int chunk, int thread) {
@@ -57,7 +58,7 @@ __device__ __forceinline__ void copy_keys(const BlockOfKernel& s, const Problem&
   copy_operand<BlockOfKernel::kTiles>(stage.q, p.q, s.segment, chunk, thread, p.K);
   copy_operand<BlockOfKernel::kTiles>(stage.k, p.k, s.segment, chunk, thread, p.K);
 }
-// The same for the rows of the block's values.
+// Copies a chunk's rows of the block's values.
 template <class BlockOfKernel>
 __device__ __forceinline__ void copy_values(const BlockOfKernel& s, const Problem& p, int block_v,
                                             int number, int chunk, int thread) {
@@ -69,8 +70,9 @@ __device__ __forceinline__ void copy_values(const BlockOfKernel& s, const Proble
                                                         block_v, p.V);
 }
 
-// With dots and two stages the next chunk's keys are asked for as soon as the consumers have
-// multiplied those of the chunk before; A is made meanwhile, or before where they have not.
+// Used with dots and two stages. The next chunk's q and k are copied as soon as the consumers have
+// multiplied those of the previous chunk. If they have done so already, A is made during the
+// copies, otherwise before them.
 template <class BlockOfKernel>
 __device__ __forceinline__ void produce_keys_first(BlockOfKernel& s, const Problem& p,
                                                    int block_v) {
@@ -90,7 +92,7 @@ __device__ __forceinline__ void produce_keys_first(BlockOfKernel& s, const Probl
   copy_values(0);
   commit_copies();
   for (int i = 0; i < s.segment.chunks; ++i) {
-    const int before = i - 1, other = (i + 1) % 2;  // the stage of the chunk before and the next
+    const int before = i - 1, other = (i + 1) % 2;  // the stage of the previous and the next chunk
     wait_for_copies<1>();                           // for the chunk's keys
     const bool early =
         before < 0 || !__any_sync(0xffffffffu, !has_passed(&s.multiplied[other], s.parity(before)));
@@ -112,7 +114,7 @@ __device__ __forceinline__ void produce_keys_first(BlockOfKernel& s, const Probl
   }
 }
 
-// Asks for the rows and sums of the sweep's i-th chunk, once its stage is free.
+// Copies the rows and sums of the sweep's i-th chunk once its stage is free.
 template <class BlockOfKernel>
 __device__ __forceinline__ void copy_chunk(BlockOfKernel& s, const Problem& p, int block_v, int i) {
   const Segment& segment = s.segment;
@@ -127,9 +129,10 @@ __device__ __forceinline__ void copy_chunk(BlockOfKernel& s, const Problem& p, i
   commit_copies();
 }
 
-// The same for the chunk that takes the next free stage, with the sums of the i-th chunk's pairs in
-// between: copies are issued only as fast as they arrive, and what is on its way when A and the
-// pairs are made in one go has arrived long before they are.
+// Copies the chunk that takes the next free stage, and sums the pairs of the i-th chunk between the
+// two halves of the copies. Copies are issued only as fast as earlier ones arrive: if A and the
+// pairs were made without copies in between, the earlier copies would arrive long before they are
+// done.
 template <class BlockOfKernel>
 __device__ __forceinline__ void copy_around_pairs(BlockOfKernel& s, const Problem& p, int block_v,
                                                   int i) {
@@ -149,9 +152,9 @@ __device__ __forceinline__ void copy_around_pairs(BlockOfKernel& s, const Proble
   commit_copies();
 }
 
-// With two stages the next chunk is asked for before A is made: while a chunk is copied nothing
-// else is on its way, and the consumers have long left the one before. With more, A first: the
-// consumers wait for it.
+// With two stages the next chunk is copied before A is made: no other copy is in flight meanwhile,
+// and the consumers have long released the previous chunk. With more stages A comes first, since
+// the consumers wait for it.
 template <class BlockOfKernel>
 __device__ __forceinline__ void produce_chunks(BlockOfKernel& s, const Problem& p, int block_v) {
   constexpr int kAhead = BlockOfKernel::kStages - 1;

@@ -1,20 +1,21 @@
-// What each segment adds to the state by itself, or to the state's gradient, with one gate a head:
+// Summaries with one gate a head: what each segment adds by itself to the state, or to the state's
+// gradient:
 //
 //   S' = 2^b_C S + sum over j of k_j (to_end_j v_j)^T          from 0, first chunk first
 //   dS = 2^b_C dS' + sum over i of q_i (from_start_i do_i)^T   from 0, last chunk first
 //
-// What a factor multiplies is rounded to bf16. For the dots of backward's sweeps that must be what
-// these round (sweep.cuh): to_end_j k_j, and from_start_i q_i. Then keys and values change places,
-// and a state is written transposed.
+// An operand that is multiplied by a factor is rounded to bf16. For the dots of backward's sweeps,
+// the summaries must round the same operands as these sweeps (sweep.cuh): to_end_j k_j, and
+// from_start_i q_i. Then keys and values change places, and the state is written transposed.
 //
-// grid    (summary, head, 128 values); if transposed of 128 keys each; a producer and two consumer
-//         warpgroups
-// reads   k [B, T, H, K], v [B, T, H, V] (q and do), HeadGates [B, slots, H]
+// grid    (summary, head, 128 values), times groups of 128 keys if transposed; a producer and two
+//         consumer warpgroups
+// reads   k [B, T, H, K], v [B, T, H, V] (q and do), HeadGates [B, entries, H]
 // writes  segment_states (segment_state_grads) [B, states, H, K, V], and segment_decays [B, states,
-//         H, K], the sum of a segment's gates in every channel, as the scan reads them
+//         H, K], the sum of a segment's gates, repeated for every channel, as the scan reads them
 //
-// Nothing reads the summary of a sweep's last segment, and it is not made. Its decay the other
-// sweep wants, and makes. Accumulation is fp32.
+// The summary of a sweep's last segment is not made, as nothing reads it. The other sweep needs
+// that segment's decay and makes it. Accumulation is fp32.
 #include <utility>
 
 #include "cuda/device/dynamic_shared.h"
@@ -31,7 +32,7 @@ namespace head_gates::summaries {
 
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kThreadsOfBlock = (1 + kConsumers) * kGroupThreads;
-constexpr int kValues = kConsumers * kTile;  // of a block
+constexpr int kValues = kConsumers * kTile;  // values of a block
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
 template <int kTiles>
@@ -72,7 +73,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     part.first_k = block_k + i * kGroupKeys;
     part.clear();
   });
-  float sum = 0;  // of the gates
+  float sum = 0;  // sum of the gates
   for (int i = 0; i < segment.chunks; ++i) {
     const int number = i % s.kStages;
     auto& stage = s.stages[number];
@@ -101,7 +102,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
     p.segment_decays[segment.state * keys + k] = sum;
 }
 
-// Blocks of a summary: their keys, and their values.
+// The number of blocks of a summary along the keys.
 template <class BlockOfKernel>
 __host__ __device__ constexpr int key_blocks(const Problem& p) {
   return BlockOfKernel::kTransposed ? blocks_of(p.K, kGroupKeys) : 1;
@@ -110,7 +111,7 @@ __host__ __device__ constexpr int key_blocks(const Problem& p) {
 template <class BlockOfKernel>
 __global__ void __launch_bounds__(kThreadsOfBlock, 1) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  // Registers of a thread: a block that asks for more than it is launched with waits for ever.
+  // A block that requests more registers than it is launched with waits for ever.
   static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kGroupThreads <=
                 launch_registers(kThreadsOfBlock) * kThreadsOfBlock);
   wait_for_previous_kernel();
@@ -169,7 +170,7 @@ void launch_transposed(const Problem& p, cudaStream_t stream) {
     launch_blocks<Block<1, kTime, true>>(roles, stream);
 }
 
-// dg is asked for.
+// With dg, the dots need transposed summaries.
 template <Time kTime>
 void launch(const Problem& p, cudaStream_t stream) {
   const bool for_dots = p.dg.data != nullptr;

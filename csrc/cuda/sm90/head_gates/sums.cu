@@ -1,13 +1,14 @@
-// Sums of the gates of every chunk, of which a head has one a token:
+// Sums of the gates of every chunk, for one gate a head and token:
 //
 //   b_i = sum over s <= i of x_s      x = g log2(e) clamped at -150      x = 0 without gates
 //
 // grid    a warp for each (row, chunk, head), two tokens a lane
 // reads   g [B, T, H]
-// writes  HeadGates [B, slots, H] fp32
+// writes  HeadGates [B, entries, H] fp32
 //
-// Beside a reset or a strong gate whole-chunk sums lose digits, and with them the differences that
-// decays are made of. So b is kept as a sum of two: what the first loses is in the second.
+// After a reset or a strong gate, sums over a whole chunk lose digits, and so do the differences
+// that decays are made of. So b is kept as a sum of two floats: the second holds what the first
+// loses.
 #include "cuda/device/gates.cuh"
 #include "cuda/device/launch.cuh"
 #include "head_gates.h"
@@ -18,11 +19,12 @@ namespace head_gates::sums {
 
 constexpr int kWarps = 4;
 
-// A sum and what its rounding has lost.
+// A sum and its rounding error.
 struct Sum {
   float high = 0.f, low = 0.f;
 };
-// Knuth's TwoSum: high + low is exact, for terms of any size. NaN and no other value makes NaN.
+// Knuth's TwoSum: high + low is exact, for terms of any size. The result is NaN only if an operand
+// is NaN.
 __device__ __forceinline__ Sum operator+(Sum x, Sum y) {
   const float high = __fadd_rn(x.high, y.high);
   const float of_y = __fsub_rn(high, x.high), of_x = __fsub_rn(high, of_y);
@@ -41,7 +43,7 @@ __device__ __forceinline__ Sum from_lane_before(Sum x, int lanes) {
 
 __global__ void __launch_bounds__(kWarps * 32) kernel(Problem p) {
   const uint32_t index = blockIdx.x * kWarps + threadIdx.x / 32;
-  if (index >= static_cast<uint32_t>(p.grid.B * p.grid.slots * p.H)) return;
+  if (index >= static_cast<uint32_t>(p.grid.B * p.grid.entries * p.H)) return;
   const Chunk chunk = find_chunk(p, index);
   if (chunk.length == 0 || chunk.tail) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;

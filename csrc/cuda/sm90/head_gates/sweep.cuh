@@ -1,34 +1,35 @@
 // One sweep over the chunks of a segment and head with one gate a head, for bf16 on sm_90a. The
-// rows of q, k and v meet as they are in memory: the gates are a mask of the scores, factors of
-// tokens, and one factor of the state, none above 1 (times scale). From the first chunk to the last
+// rows of q, k and v are multiplied as they are in memory: the gates are a mask of the scores, a
+// factor of each token, and one factor of the state. None of these is above 1 (times scale). From
+// the first chunk to the last:
 //
 //   A_ij = scale 2^(b_i - b_j) q_i . k_j   o_i = sum over j <= i of A_ij v_j + from_start_i S^T q_i
 //   S' = 2^b_C S + sum over j of k_j (to_end_j v_j)^T
 //
-// and from the last to the first, with S' the state of the chunks after,
+// and from the last to the first, where S' is the state that the later chunks have summed:
 //
 //   A_ij = scale 2^(b_i - b_j) k_i . q_j   o_j = sum over i >= j of A_ij v_i + to_end_j S'^T q_j
 //   S = 2^b_C S' + sum over i of k_i (from_start_i v_i)^T
 //
-// All gradients but that of the gates are such sweeps, with other tensors in these places: the mask
-// does not depend on a channel, so dq is what forward makes of do, v and k; backward in time dv is
-// made of k, q and do, and dk of v, do and q.
+// All gradients except that of the gates are such sweeps over other tensors, because the mask does
+// not depend on a channel. dq is forward's sweep over do, v and k. The sweeps backward in time make
+// dv from k, q and do, and dk from v, do and q.
 //
 // grid    (segment, head, 128 values; 64 where kConsumers = 1); a producer and kConsumers consumer
 //         warpgroups
-// reads   q, k [B, T, H, K], v [B, T, H, V], h0 or segment_states, HeadGates [B, slots, H]
+// reads   q, k [B, T, H, K], v [B, T, H, V], h0 or segment_states, HeadGates [B, entries, H]
 // writes  o [B, T, H, V], ht
 //
-// With dots, which the gradient of the gates is made of, a sweep also writes w_i . o_i of every
-// token and what the state gives it, in fp32. Two such sweeps put a pair of tokens into their sums
-// by the same number, to fp32: w_i from_start_i (w_j to_end_j) is rounded as it is where it adds to
-// the other sweep's state, and the state's operand is two bf16 terms. The pairs inside a chunk need
-// one sweep, the first in time: A_ij (w_i . v_j) of j < i, which the producer makes once A is
-// handed over. A token's pair with itself passes no gate.
+// A sweep "with dots" also writes, in fp32, the terms of the gates' gradient: w_i . o_i of every
+// token for the part of o_i that comes from the state. Two such sweeps add one number, the same to
+// fp32, for a pair of tokens: w_i from_start_i (or w_j to_end_j) is rounded as in the operand that
+// is added to the other sweep's state, and the state's operand has two bf16 terms. The pairs inside
+// a chunk need only one sweep, the one forward in time: A_ij (w_i . v_j) for j < i, which the
+// producer sums after it has released A. A token's pair with itself passes no gate.
 //
 // The producer copies rows and the sums of gates, and makes A. A consumer holds the state of 64
-// values transposed, [V][K], in registers, as forward/ does. v in registers, times its tokens'
-// factors, adds to the state; v in shared memory meets A. Accumulation is fp32.
+// values transposed, [V][K], in registers, as forward/ does. v times its tokens' factors, in
+// registers, is added to the state; v in shared memory is multiplied by A. Accumulation is fp32.
 #pragma once
 
 #include "cuda/device/dynamic_shared.h"
@@ -48,14 +49,14 @@ template <int kTiles, int kConsumers, bool kDots>
 struct Stage {
   Tile q[kTiles];      // [token][K]
   Tile k[kTiles];      // [token][K]
-  Tile v[kConsumers];  // [token][V], then o
+  Tile v[kConsumers];  // [token][V], replaced by o
 };
 template <int kTiles, int kConsumers>
 struct Stage<kTiles, kConsumers, true> : Stage<kTiles, kConsumers, false> {
   Tile w[kConsumers];  // [token][V]
 };
 
-// As many as shared memory has room for; narrow blocks are two a multiprocessor.
+// As many stages as shared memory has room for. Narrow blocks run two a multiprocessor.
 constexpr int stages_of(int tiles, int consumers, bool dots) {
   if (consumers == 1) return dots ? 2 : 3;
   if (dots) return tiles <= 2 ? 5 - tiles : 2;
@@ -72,24 +73,24 @@ struct Block
   static constexpr bool kMakesDots = kDotsOfBlock;
   static constexpr bool kMakesPairs = kMakesDots && kTime == Time::kForward;
   static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
-  static constexpr int kBlocksEach = kConsumers == 1 ? 2 : 1;  // of a multiprocessor
+  static constexpr int kBlocksEach = kConsumers == 1 ? 2 : 1;  // blocks a multiprocessor
   static constexpr int kValues = kConsumers * kTile;
   static constexpr int kProducerRegisters = kConsumers == 1 ? 96 : kTiles == 4 ? 56 : 88;
   static constexpr int kConsumerRegisters = kConsumers == 1 ? 160 : kTiles == 4 ? 224 : 208;
   static constexpr int kPlaces = 2;
-  static constexpr int kColumns = kTiles == 4 ? kTile / 2 : kTile;  // of A made at once
+  static constexpr int kColumns = kTiles == 4 ? kTile / 2 : kTile;  // columns of A made at once
 
   static constexpr bool kKeysFirst = kMakesDots && Block::kStages == 2;  // see produce.cuh
 
   alignas(1024) Tile A[kPlaces];  // [token][token]
   HeadGates gates[Block::kStages];
-  std::conditional_t<kKeysFirst, uint64_t[Block::kStages], Nothing> multiplied;  // its q, k, gates
+  std::conditional_t<kKeysFirst, uint64_t[Block::kStages], Nothing> multiplied;  // q, k, gates
   alignas(8) std::conditional_t<kMakesDots, float[kConsumers][kGroupThreads / 32][kTile],
-                                Nothing> dots;  // two at a time
+                                Nothing> dots;  // read as pairs
   std::conditional_t<kMakesPairs, PairSums<Block::kStages>, Nothing> pairs;
 
-  // Finds the segment and makes what all warpgroups need. Backward in time a sequence starts with
-  // its last segment.
+  // Finds the segment and sets up the barriers. Backward in time, a sequence starts with its last
+  // segment.
   __device__ __forceinline__ void start(const Problem& p, int64_t index) {
     if (threadIdx.x == 0) {
       Segment found = find_segment(p, index);
@@ -107,17 +108,17 @@ struct Block
         for (uint64_t& barrier : pairs.made) init_barrier(&barrier, kGroupThreads);
     }
     fence_for_products();
-    __syncthreads();  // the barriers and the segment are there
+    __syncthreads();  // the barriers and the segment are written
   }
 };
 
-// Factors of the tokens of what the state gives.
+// The tokens' factors for the part of o that comes from the state.
 template <Time kTime>
 __device__ __forceinline__ const float* factors_of_outputs(const HeadGates& g) {
   return kTime == Time::kForward ? g.from_start : g.to_end;
 }
 
-// o += v^T A, issued. v, A: see `Stage` and `Block`.
+// Issues the products o += v^T A. v, A: see `Stage` and `Block`.
 template <Time kTime>
 __device__ __forceinline__ void multiply_scores(float (&o)[32], const Tile& v, const Tile& A) {
   const forward::ValueOperand<false> values(v);
@@ -150,7 +151,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool
       });
   };
   for (int i = 0; i < segment.chunks; ++i) {
-    keep(i - 1);  // here, where it takes no register of the loop's
+    keep(i - 1);  // here, it takes no registers of the rest of the loop
     const int number = i % s.kStages;
     auto& stage = s.stages[number];
     Tile& values = stage.v[group];
@@ -172,7 +173,7 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool
     state.for_each(
         [&](auto& part, int j) { forward::multiply_keys(part, v, stage.k + j * kKeyTiles); });
     commit_products();
-    wait_for_products<1>();  // what the state gives is there
+    wait_for_products<1>();  // the state's part of o is complete
     if constexpr (kMakesDots)
       sum_dots(s.dots[group][thread_index() % kGroupThreads / 32], o, stage.w[group],
                factors_of_outputs<kTime>(gates));
@@ -181,17 +182,17 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, bool
     multiply_scores<kTime>(o, values, s.A[i % s.kPlaces]);
     commit_products();
     if constexpr (BlockOfKernel::kKeysFirst) {
-      wait_for_products<1>();  // the state's
+      wait_for_products<1>();  // the state's products
       arrive(&s.multiplied[number]);
     }
     wait_for_products<0>();
     if constexpr (BlockOfKernel::kMakesPairs) wait(&s.pairs.made[number], s.parity(i));
-    group_barrier<forward::kConsumerBarrier>(group);  // v is read, and the warps' sums are there
+    group_barrier<forward::kConsumerBarrier>(group);  // v is read, the warps' sums are written
     forward::store_transposed_tile(values, o,
                                    kMakesDots ? thread_index() : static_cast<int>(threadIdx.x));
     const int chunk = chunk_of<kTime>(segment, i);
     if constexpr (kMakesDots) store_dots(s, p, chunk, block_v, group);
-    group_barrier<forward::kConsumerBarrier>(group);  // o is written, and the sums are read
+    group_barrier<forward::kConsumerBarrier>(group);  // o is written, the sums are read
     const forward::OutputPart part{thread_index() % kGroupThreads};
     part.write(p, segment, chunk, first_v, [&](int row) { return part.row(values, row); });
     arrive(&s.empty[number]);
@@ -205,7 +206,7 @@ template <class BlockOfKernel>
 __global__ void __launch_bounds__(BlockOfKernel::kThreads, BlockOfKernel::kBlocksEach)
     kernel(Problem p, bool transposed) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  // Registers of a thread: a block that asks for more than it is launched with waits for ever.
+  // A block that requests more registers than it is launched with waits for ever.
   constexpr int kProducerRegisters = BlockOfKernel::kProducerRegisters,
                 kConsumerRegisters = BlockOfKernel::kConsumerRegisters;
   static_assert((kProducerRegisters + BlockOfKernel::kConsumers * kConsumerRegisters) *
@@ -240,8 +241,8 @@ void launch_blocks(const Problem& p, bool transposed, cudaStream_t stream) {
                    stream, p, transposed);
 }
 
-// transposed: segment_states lie [V][K], as those of the call's own keys and values do where these
-// have changed places.
+// transposed: segment_states are stored as [V][K], in terms of this sweep's keys and values. This
+// is so where they have changed places with those of the call.
 template <Time kTime, bool kMakesDots>
 void launch_sweep(const Problem& p, bool transposed, cudaStream_t stream) {
   if (p.K > 3 * kTile)

@@ -1,22 +1,24 @@
-// Prepared chunks, for sweeps and gradients that gate nothing: what of a chunk does not need the
-// state,
+// Prepared chunks: the operands of a chunk that do not depend on the state, so that the sweeps and
+// gradients that read them need no gates:
 //
 //   q^ = scale q 2^(b - from)      k^ = k 2^(to - b)      A = tril(q^ k^T)
 //
-// and the factors that a state is multiplied by. In tier 1's range from = to = r; a channel out of
-// it has from = 0 and to = b_C, exact at any gate against the state. A strong chunk's A is that of
-// forward steps 3 and 4 of such chunks, and in backward its steps 5 and 6 are done here too, unless
-// it comes in halves: the first has no gradients to write to.
+// and the factors that the state is multiplied by. For a channel in tier 1's range, from = to = r;
+// out of range, from = 0 and to = b_C, which is exact at any gate against the state. A of a strong
+// chunk is computed by forward steps 3 and 4 for such chunks. In backward, its backward steps 5 and
+// 6 are done here too, except in the first half of a pass over several ranks, which has no
+// gradients to write to.
 //
-// grid    as many blocks as are resident; each takes every so many (row, chunk, head), two
-//         warpgroups, 128 key channels at a time
-// reads   q, k, g [B, T, H, K]; of strong chunks in backward v, do [B, T, H, V]
-// writes  prepared chunks [B, slots, H], tiers [B, slots, H, blocks]; A of chunks in tier 1 only
-//         where something reads it (with_A); of strong chunks in backward dq_intra, dk_intra,
-//         dg_intra [B, T, H, K] fp32
+// grid    as many blocks as are resident, of two warpgroups; a block takes (row, chunk, head) items
+//         gridDim.x apart, 128 key channels at a time
+// reads   q, k, g [B, T, H, K]; in backward v, do [B, T, H, V] of strong chunks
+// writes  prepared chunks [B, entries, H], tiers [B, entries, H, blocks]; A of tier-1 chunks only
+// where
+//         something reads it (with_A); in backward dq_intra, dk_intra, dg_intra [B, T, H, K] fp32
+//         of strong chunks
 //
-// The rows of the next 128 key channels are copied while these are gated, in place; with fp32 gates
-// there is no room for that. b and the accumulation of A are fp32; dA of strong chunks is bf16, in
+// While 128 key channels are gated in place, the rows of the next 128 are copied; with fp32 gates
+// there is no room for that. b and the accumulation of A are fp32. dA of strong chunks is bf16, in
 // shared memory.
 #include <algorithm>
 
@@ -33,20 +35,20 @@ namespace prepare {
 
 constexpr int kThreadsOfBlock = kKeyTiles * kGroupThreads;
 static_assert(kThreadsOfBlock == kThreads, "chunks with strong gates take as many");
-constexpr int kBlocksEach = 2;  // of a multiprocessor
+constexpr int kBlocksEach = 2;  // blocks a multiprocessor
 
-// 128 key channels of a chunk.
+// The rows of 128 key channels of a chunk.
 template <class Gate>
 struct Rows128 {
   KeyGroup group;              // rows of q and k, then q^ and k^
-  Gate g[kTile * kGroupKeys];  // [token][128]; then, in their place, A
+  Gate g[kTile * kGroupKeys];  // [token][128]; A replaces them
   __device__ __forceinline__ Tile& A() { return *reinterpret_cast<Tile*>(g); }
 };
 
-// A work item, 128 key channels of a chunk; a block takes one after the other.
+// A work item: 128 key channels of a chunk. A block takes one item at a time.
 struct Item {
-  uint32_t index;  // of (row, chunk, head), which the host keeps within 31 bits
-  int first;       // key channel
+  uint32_t index;  // number of (row, chunk, head); the host keeps it within 31 bits
+  int first;       // first key channel
 
   static __device__ __forceinline__ Item first_of_block(const Problem& p) {
     Item item{blockIdx.x, 0};
@@ -54,7 +56,7 @@ struct Item {
     return item;
   }
   __device__ __forceinline__ bool is_there(const Problem& p) const {
-    return index < static_cast<uint32_t>(p.grid.B * p.grid.slots) * p.H;
+    return index < static_cast<uint32_t>(p.grid.B * p.grid.entries) * p.H;
   }
   __device__ __forceinline__ Chunk chunk(const Problem& p) const { return find_chunk(p, index); }
   __device__ __forceinline__ bool is_last_of_chunk(const Problem& p) const {
@@ -71,7 +73,7 @@ struct Item {
   }
 
  private:
-  // Skips chunks that no sequence needs.
+  // Skips chunks without tokens of a sequence.
   __device__ __forceinline__ void find(const Problem& p) {
     if (!p.grid.packed) return;
     for (; is_there(p); index += gridDim.x) {
@@ -86,24 +88,24 @@ struct alignas(1024) Shared {
   static constexpr int kStages = sizeof(Gate) == 2 ? 2 : 1;
   union Stage {
     Rows128<Gate> rows;
-    StrongChunk strong;  // of a strong chunk, once the rows are read
+    StrongChunk strong;  // of a strong chunk, after the rows have been read
   } stages[kStages];
   static_assert(sizeof(Stage) == sizeof(Rows128<Gate>), "chunks with strong gates take no more");
-  float gates[kSubChunks][kGroupKeys];  // sums of a sub-chunk
-  uint64_t full[kStages];               // the rows are there
-  // Here and not in registers while a strong chunk is finished.
+  float gates[kSubChunks][kGroupKeys];  // sums over each sub-chunk
+  uint64_t full[kStages];               // the rows have arrived
+  // Kept here, not in registers, while a strong chunk is finished.
   Item item, next;
   uint32_t phases;
 };
 
-// Asks for an item's rows, if there are any. `full` counts the copies, because a thread that waits
-// for groups of copies waits for its bulk stores too.
+// Starts the copies of an item's rows, if the item exists. `full` counts the copies; a wait for
+// copy groups would also wait for the thread's bulk stores.
 template <class Gate>
 __device__ __forceinline__ void copy_item(Rows128<Gate>& to, uint64_t* full, const Problem& p,
                                           const Item& item) {
   if (!item.is_there(p)) return;
   const Chunk chunk = item.chunk(p);
-  // address(row, which 16 bytes of it): where they go
+  // address(row, part): the destination of 16-byte part `part` of a row
   const auto copy = [&](const Rows& r, auto* type, auto&& address) {
     using T = std::remove_pointer_t<decltype(type)>;
     constexpr int kEach = 16 / sizeof(T), kVecs = kGroupKeys / kEach;
@@ -128,7 +130,7 @@ __device__ __forceinline__ void copy_item(Rows128<Gate>& to, uint64_t* full, con
   arrive_after_copies(full);
 }
 
-// The channel pair's gates of a sub-chunk, from shared memory.
+// Reads the channel pair's gates of a sub-chunk from shared memory.
 template <class Gate>
 __device__ __forceinline__ ChannelPairColumn<Gate> read_gates(const Gate* g,
                                                               const ChannelPair<kKeyTiles>& pair) {
@@ -140,10 +142,10 @@ __device__ __forceinline__ ChannelPairColumn<Gate> read_gates(const Gate* g,
   return gates;
 }
 
-// q^ and k^ in place of q and k, and the factors; returns whether a channel is out of range. A twin
-// of Gating (tiles/gating.cuh) without warpgroup roles: a thread has a channel pair in a sub-chunk,
-// so that two blocks of 256 threads fit into 128 registers each, and fp32 gates are summed as they
-// are. gradients/chunk/operands.cuh does the same from registers.
+// Replaces q and k by q^ and k^ and sets the factors. Returns whether a channel is out of range.
+// Gating (tiles/gating.cuh) does the same with warpgroup roles; here a thread has a channel pair in
+// a sub-chunk, so that two blocks of 256 threads fit into 128 registers per thread, and fp32 gates
+// are summed without splitting. gradients/chunk/operands.cuh does it from registers.
 template <class Gate>
 __device__ __forceinline__ bool gate_rows(Rows128<Gate>& s, const ChannelPairColumn<Gate>& gates,
                                           const float (&sums)[kSubChunks][kGroupKeys],
@@ -187,8 +189,8 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
   Item item = Item::first_of_block(p);
   if (stores())
     for (uint64_t& barrier : shared.full) init_barrier(&barrier, kThreadsOfBlock);
-  __syncthreads();      // the barriers are there
-  uint32_t phases = 0;  // of the barriers, a bit each
+  __syncthreads();      // the barriers are initialized
+  uint32_t phases = 0;  // of the barriers, one bit each
   const auto wait_for_rows = [&](int stage) {
     wait(&shared.full[stage], phases >> stage & 1);
     phases ^= 1u << stage;
@@ -206,18 +208,18 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
     const ChannelPairColumn<Gate> gates = read_gates(rows.g, pair);
     sum_gates(shared.gates, gates, pair);
     if (kAhead && stores()) wait_for_bulk_stores();
-    __syncthreads();  // the sums are written; the item before is read
+    __syncthreads();  // the sums are written; the previous item is read
     Item next = item.next(p);
     if constexpr (kAhead)
       copy_item(shared.stages[1 - stage].rows, &shared.full[1 - stage], p, next);
     strong |= gate_rows(rows, gates, shared.gates, pair, p.scale);
-    fence_for_products();  // and bulk stores
+    fence_for_products();  // also for bulk stores
     __syncthreads();       // q^, k^ and the factors are written, the gates are read
     unsigned char* out = prepared_at(p, item.index, item.first / kGroupKeys);
     if (stores()) {
       if (has_second_tile(p, item.first)) {
         bulk_store(out, &rows.group, sizeof(KeyGroup));
-      } else {  // a tile of each
+      } else {  // one tile of q^ and one of k^
         bulk_store(out, rows.group.q, kTileBytes);
         bulk_store(out + offsetof(KeyGroup, factors), rows.group.factors,
                    kFactorBytes + kTileBytes);
@@ -239,12 +241,12 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
       out += sizeof(KeyGroup);
       if (stores()) {
         *reinterpret_cast<uint64_t*>(p.tiers + item.index * kMaxTierBlocks) = strong;
-        if (with_A)  // 16 bytes are copied, and so all are written
+        if (with_A)  // 16 bytes are copied, so all 16 are written
           *reinterpret_cast<int4*>(out + kTileBytes) = make_int4(strong, 0, 0, 0);
       }
       if (strong) {
-        // Always in the first stage, so that its addresses are constants. Rows that wait there for
-        // their turn are copied once more.
+        // A strong chunk always uses the first stage, so that its addresses are constants. Rows of
+        // the next item that have been copied into it are copied again later.
         if (kAhead && next.is_there(p)) wait_for_rows(1 - stage);
         if (stores()) {
           wait_for_bulk_stores();
@@ -283,15 +285,15 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
     }
     item = next;
   }
-  if (stores()) wait_for_bulk_stores();  // before the block ends
+  if (stores()) wait_for_bulk_stores();  // the block must not end earlier
 #endif
 }
 
 template <class Gate>
 void launch(const Problem& p, cudaStream_t stream) {
   static const DynamicShared shared(kernel<Gate>, sizeof(Shared<Gate>));
-  // Odd, so that a block's chunks come from different heads: one slow head then loads all blocks
-  // alike.
+  // An odd number, so that a block's chunks come from different heads: one slow head then loads all
+  // blocks equally.
   const int64_t blocks = std::min<int64_t>(chunk_heads(p), kBlocksEach * p.processors - 1);
   if (blocks == 0) return;
   shared.allow();

@@ -1,6 +1,6 @@
-// A prepared chunk: q^, k^, A and factors of a chunk and head as prepare.cu, states/cluster.cu or a
-// forward sweep that gates leaves them in memory, tiles as warpgroup products read them, which are
-// copied whole.
+// A prepared chunk: q^, k^, A and the factors of a chunk and head in memory, as written by
+// prepare.cu, states/cluster.cu or a forward sweep that gates. Its tiles have the layout that
+// warpgroup products read and are copied whole.
 #pragma once
 
 #include "cuda/sm90/tiles/tiles.cuh"
@@ -12,30 +12,30 @@ constexpr int kKeyTiles = kGroupKeys / kTile;
 template <int kTiles>
 constexpr int kGroupsOf = (kTiles + kKeyTiles - 1) / kKeyTiles;
 
-// What a key channel of the state is multiplied by as it passes a chunk: 2^from as it enters;
-// before the product 1, or 2^b_C if out of range; 2^(b_C - r) as it leaves, or 1 if out of range.
-// kSum is b_C itself, log2 units.
+// The factors that multiply a key channel of the state while it passes a chunk. kEnter: 2^from, on
+// entering. kMiddle: 1, or 2^b_C if the channel is out of range, before the product is added.
+// kLeave: 2^(b_C - r), or 1 if out of range, on leaving. kSum is b_C itself, in log2 units.
 enum Factor { kEnter, kMiddle, kLeave, kSum, kFactors };
 
-// The factors stand between q^ and k^, so that one copy takes either with them. A second tile
-// without key channels (`has_second_tile`) is neither written nor read.
+// The factors are between q^ and k^, so that one copy takes the factors with either. A second tile
+// without key channels (see `has_second_tile`) is neither written nor read.
 struct alignas(1024) KeyGroup {
   Tile q[kKeyTiles];  // q^ [token][128]
   float factors[kFactors][kGroupKeys];
   Tile k[kKeyTiles];  // k^ [token][128]
 };
-constexpr int kFlagBytes = 16;  // what is copied of `strong`
+constexpr int kFlagBytes = 16;  // bytes copied of `strong`
 constexpr int kFactorBytes = sizeof(KeyGroup::factors);
 
-// Whether the group of key channels from `first` on has one. Readers of prepared chunks have
-// kernels for either.
+// Whether the group of key channels that starts at `first` has a second tile. Kernels that read
+// prepared chunks come in both forms.
 __device__ __forceinline__ bool has_second_tile(const Problem& p, int first) {
   return first + kTile < p.K;
 }
 
-// A is there where Problem::with_A says so, for sweeps and gradients of chunk pairs. That of strong
-// chunks comes after states/cluster.cu from strong/gradients.cu or segments/scan.cu, after forward
-// sweeps from strong/output.cu. `strong`, 1 for a strong chunk, is read by sweeps alone.
+// A is present if Problem::with_A, for sweeps and for gradients of chunk pairs. A of strong chunks
+// is written later: after states/cluster.cu by strong/gradients.cu or segments/scan.cu, after
+// forward sweeps by strong/output.cu. `strong` is 1 for a strong chunk; only sweeps read it.
 template <int kGroups>
 struct alignas(1024) PreparedChunk {
   KeyGroup groups[kGroups];
@@ -46,20 +46,22 @@ struct alignas(1024) PreparedChunk {
   static_assert(kBytes <= prepared_bytes(kGroups * kGroupKeys));
 };
 
-// prepare.cu writes one after the other.
+// prepare.cu computes the addresses of A and `strong` from this order.
 static_assert(offsetof(PreparedChunk<2>, A) == 2 * sizeof(KeyGroup));
 static_assert(offsetof(PreparedChunk<2>, strong) == offsetof(PreparedChunk<2>, A) + kTileBytes);
 
-// Number `index` of [B, slots, H]; `group`: which 128 key channels.
+// The prepared chunk number `index` of [B, entries, H], from its group number `group` of 128 key
+// channels on.
 __device__ __forceinline__ unsigned char* prepared_at(const Problem& p, int64_t index,
                                                       int group = 0) {
   return p.prepared + index * prepared_bytes(p.K) + group * static_cast<int64_t>(sizeof(KeyGroup));
 }
 
-// A factor of chunk `slot`, key channels from `channel` to the end of their group.
-__device__ __forceinline__ const float* factors_at(const Problem& p, int64_t slot, Factor factor,
+// A factor of chunk `entry`, for the key channels from `channel` to the end of their group.
+__device__ __forceinline__ const float* factors_at(const Problem& p, int64_t entry, Factor factor,
                                                    int channel) {
-  const auto* group = reinterpret_cast<const KeyGroup*>(prepared_at(p, slot, channel / kGroupKeys));
+  const auto* group =
+      reinterpret_cast<const KeyGroup*>(prepared_at(p, entry, channel / kGroupKeys));
   return group->factors[factor] + channel % kGroupKeys;
 }
 

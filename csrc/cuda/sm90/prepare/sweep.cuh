@@ -1,5 +1,5 @@
-// What forward/prepared.cu and states/prepared.cu share, the sweeps over prepared chunks: a block
-// of a producer and some consumer warpgroups, which work on one segment and head.
+// Shared by the sweeps over prepared chunks, forward/prepared.cu and states/prepared.cu: a block of
+// one producer warpgroup and some consumer warpgroups, which works on one segment and head.
 #pragma once
 
 #include "cuda/sm90/tiles/sweep.cuh"
@@ -18,8 +18,8 @@ struct PreparedBlock {
     return static_cast<uint32_t>(i / kStages) & 1;
   }
 
-  // Finds segment number `index` (kOfStates: a summary's segment) and makes what all warpgroups
-  // need. bulk_copies: those of a stage that `full` counts.
+  // Finds segment number `index` (if kOfStates, the chunks of summary number `index`) and sets up
+  // the barriers. bulk_copies: how many bulk copies `full` counts for a stage.
   template <bool kOfStates = false>
   __device__ __forceinline__ void start(const Problem& p, int64_t index, int bulk_copies = 1) {
     if (threadIdx.x == 0) {
@@ -29,12 +29,13 @@ struct PreparedBlock {
         init_barrier(&empty[stage], kConsumers * kGroupThreads);
       }
     }
-    fence_for_products();  // and bulk copies
-    __syncthreads();       // the barriers and the segment are there
+    fence_for_products();  // also for bulk copies
+    __syncthreads();       // the barriers and the segment are written
   }
 
-  // Fills the stages, by the producer: copy(i, stage, barrier) for the i-th chunk; then prepare(i),
-  // once this thread's copies have arrived, which waits for other threads' itself.
+  // Fills the stages; runs on the producer. Calls copy(i, stage, barrier) for the i-th chunk, and
+  // prepare(i) once this thread's copies of it have arrived. `prepare` itself must wait for the
+  // copies of other threads.
   template <class Copy>
   __device__ __forceinline__ void produce(Copy&& copy_chunk) {
     produce(copy_chunk, [](int) {});
@@ -57,7 +58,7 @@ struct PreparedBlock {
       prepare(i);
       fence_for_products();
       arrive(&full[i % kStages]);
-      copy(i + kStages - 1);  // waits for the consumers of the chunk before
+      copy(i + kStages - 1);  // waits for the consumers of the previous chunk
     }
   }
 };

@@ -1,13 +1,14 @@
-// What a whole sequence adds to the state that enters it, or to the gradient of the state that
-// leaves it, from its segments' summaries: what a rank hands to the others (context parallel).
+// The summary of a whole sequence, from those of its segments: what it adds to the state that
+// enters it, or to the gradient of the state that leaves it. A rank passes this to the others
+// (context parallelism).
 //
-//   x <- 2^decay_n x + summary_n      first segment first, of gradients last segment first
+// x <- 2^decay_n x + summary_n      first segment first; for gradients, last segment first
 //
-// grid    (sequence, head, 1,024 elements of the state), four values of a channel a thread; in
-//         and_strong_A the blocks of scan_and_strong_A follow, which do the same here
-// reads   segment_decays [B, states, H, K], segment_states or segment_state_grads [B, states, H, K,
-//         V] with the summaries of all segments, the last too; h0 or dht
-// writes  folded [N, H, K, V] and, of the state, folded_decays [N, H, K], the sum of the gates in
+// grid    (sequence, head, 1,024 elements of the state), four values of a channel a thread;
+//         and_strong_A appends the blocks of scan_and_strong_A, which do the same here
+// reads   segment_decays [B, states, H, K]; segment_states or segment_state_grads [B, states, H, K,
+//         V], which hold the summaries of all segments, the last one included; h0 or dht
+// writes  folded [N, H, K, V]; for the state also folded_decays [N, H, K], the sum of the gates in
 //         natural log
 //
 // All in fp32, in the order of the tokens whatever the grid. A decay of 0 is an exact reset: x may
@@ -23,7 +24,7 @@ namespace gla_ext::cuda::sm90 {
 namespace fold {
 
 constexpr int kEach = 4;
-constexpr int kAtOnce = 8;  // segments whose summaries are on their way
+constexpr int kAtOnce = 8;  // segments whose summaries are loaded at once
 
 template <Sweep kSweep>
 __device__ __forceinline__ void fold_segments(const Problem& p, int64_t block) {
@@ -38,7 +39,7 @@ __device__ __forceinline__ void fold_segments(const Problem& p, int64_t block) {
   const int64_t count = p.grid.segments;
   const float* summaries = kBackwards ? p.segment_state_grads : p.segment_states;
   const float* boundary = kBackwards ? p.dht : p.h0;
-  const auto slot_of = [&](int64_t i) {
+  const auto entry_of = [&](int64_t i) {
     return (n * count + (kBackwards ? count - 1 - i : i)) * p.H + head;
   };
   float4 x = load_boundary(p, matrix_of(p, boundary, n, head), k, at - k * p.V);
@@ -50,9 +51,9 @@ __device__ __forceinline__ void fold_segments(const Problem& p, int64_t block) {
     for (int i = 0; i < kAtOnce; ++i) {
       const bool there = start + i < count;
       own[i] = there
-                   ? *reinterpret_cast<const float4*>(summaries + slot_of(start + i) * matrix + at)
+                   ? *reinterpret_cast<const float4*>(summaries + entry_of(start + i) * matrix + at)
                    : make_float4(0.f, 0.f, 0.f, 0.f);
-      decays[i] = there ? p.segment_decays[slot_of(start + i) * p.K + k] : 0.f;
+      decays[i] = there ? p.segment_decays[entry_of(start + i) * p.K + k] : 0.f;
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -74,7 +75,7 @@ int64_t fold_blocks(const Problem& p) {
 
 template <Sweep kSweep>
 __global__ void __launch_bounds__(kThreads) kernel(Problem p) {
-  wait_before_next_kernel();  // as the scan does, which a single segment has not
+  wait_before_next_kernel();  // like the scan, which a single segment does not have
   fold_segments<kSweep>(p, blockIdx.x);
 }
 
@@ -89,7 +90,7 @@ namespace and_strong_A {
 template <Sweep kSweep>
 __global__ void __launch_bounds__(kThreads, 2) kernel(Problem p, int64_t states) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  wait_before_next_kernel();  // as the scan does, which a single segment has not
+  wait_before_next_kernel();  // like the scan, which a single segment does not have
   if (blockIdx.x < states) return fold_segments<kSweep>(p, blockIdx.x);
   __shared__ __align__(16) StrongScores s;
   __shared__ Chunk chunk;

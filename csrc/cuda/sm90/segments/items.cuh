@@ -1,6 +1,6 @@
-// What the kernels of clusters share: a cluster of two blocks has the same segment and head and 128
-// values each, and each block gates every other chunk for both. A cluster may go on to further work
-// items, a segment, head and 256 values each.
+// Shared by the kernels that run in clusters. The two blocks of a cluster work on the same segment
+// and head; each has 128 values, and each gates every other chunk for both. A cluster may take
+// several work items in sequence; a work item is a segment, a head and 256 values.
 #pragma once
 
 #include "cuda/sm90/tiles/cluster.cuh"
@@ -9,9 +9,9 @@
 namespace gla_ext::cuda::sm90 {
 
 constexpr int kClusterBlocks = 2;         // blocks of a cluster
-constexpr int kValues = kGroups * kTile;  // of a block
+constexpr int kValues = kGroups * kTile;  // values of a block
 
-// Clusters of a segment and head, of two blocks of 128 values each.
+// Clusters per segment and head; each has two blocks of 128 values.
 __host__ __device__ constexpr int value_clusters(const Problem& p) {
   return static_cast<int>(blocks_of(p.V, kClusterBlocks * kValues));
 }
@@ -19,26 +19,26 @@ inline int64_t count_items(const Problem& p) {
   return segment_heads(p.grid, p.H) * value_clusters(p);
 }
 
-// A block's cluster and its number there.
+// A block's cluster and its rank there.
 struct Cluster {
   int64_t index = blockIdx.x / kClusterBlocks, count = gridDim.x / kClusterBlocks;
   int rank = static_cast<int>(blockIdx.x % kClusterBlocks);
 };
 
-// Chunks of a segment that a block gates: rank, rank + 2, ... None for the tokens after the last
-// sequence.
+// How many chunks of a segment a block gates: chunks rank, rank + 2, ... None for the tokens after
+// the last sequence.
 __device__ __forceinline__ int own_chunks(const Segment& segment, int rank) {
   return segment.tail ? 0 : (segment.chunks + 1 - rank) / kClusterBlocks;
 }
 
-// The work items of a cluster, kItems at most.
+// The work items of a cluster, at most kItems.
 template <int kItems>
 struct Items {
-  int taken;  // if there may be several
+  int taken;  // set only if kItems > 1
   Segment segments[kItems];
 
-  // Finds the cluster's share of `items`, which clusters take in turn. By all threads, before a
-  // barrier.
+  // Finds this cluster's share of `items`, which are dealt out to the clusters in turn. Called by
+  // all threads, before a barrier.
   __device__ __forceinline__ void find(const Problem& p, int64_t items, const Cluster& cluster) {
     if (threadIdx.x < kItems) {
       const int64_t item = cluster.index + threadIdx.x * cluster.count;
@@ -49,7 +49,8 @@ struct Items {
   }
   __device__ __forceinline__ int count() const { return kItems == 1 ? 1 : taken; }
 
-  // f(segment, first value of the block, chunks of either block in the items before)
+  // Calls f(segment, first value of the block, before); before: how many chunks each block has
+  // gated in earlier items.
   template <class F>
   __device__ __forceinline__ void for_items(const Problem& p, const Cluster& cluster, F&& f) const {
     const int v_clusters = value_clusters(p);
@@ -63,8 +64,8 @@ struct Items {
   }
 };
 
-// A chunk of a producer, which takes every other one of its block's. These are numbered through all
-// items.
+// A chunk of a producer, which takes every other chunk that its block gates. These are numbered
+// through all items.
 template <int kItems>
 class OwnChunk {
  public:
@@ -85,7 +86,7 @@ class OwnChunk {
   }
 
  private:
-  // Leaves the items that end before it.
+  // Skips the items that end before this chunk.
   __device__ __forceinline__ void find() {
     for (; is_there(); ++item_) {
       const int chunks = own_chunks(segment(), rank_);
@@ -95,11 +96,11 @@ class OwnChunk {
   }
   const Items<kItems>& items_;
   const int rank_;
-  int item_ = 0, before_ = 0;  // own chunks of the items before
+  int item_ = 0, before_ = 0;  // before_: chunks that this block gates in earlier items
 };
 
-// A chunk as its consumers meet it: the block that gates it, its number among that block's, and the
-// producer.
+// The position of a chunk for its consumers: the block that gates it, its number among the chunks
+// of that block, and the producer.
 struct Turn {
   int rank, number, producer;
   __device__ __forceinline__ Turn(int chunk, const int (&before)[kClusterBlocks])
@@ -108,30 +109,32 @@ struct Turn {
         producer(number % kGroups) {}
 };
 
-// Barriers of the stages where chunks are gated and where they are received, one of each a
-// producer.
+// Barriers of the stages where chunks are gated and where they are received; each producer has one
+// stage of either kind.
 struct Handover {
-  // full: a chunk is there. empty: the consumers of both blocks have left one of this block's own.
+  // full: the chunk has arrived. empty: the consumers of both blocks have released a stage of this
+  // block's own chunks.
   uint64_t own_full[kGroups], received_full[kGroups], empty[kGroups];
 
-  // By one thread.
+  // Called by one thread.
   __device__ __forceinline__ void init() {
     for (int i = 0; i < kGroups; ++i) {
       init_barrier(&own_full[i], kGroupThreads);
       init_barrier(&received_full[i], 1);
-      // All threads of this block's consumers, and the warps of the other's.
+      // Arrivals: all threads of this block's consumers, and one thread per warp of the other
+      // block's.
       init_barrier(&empty[i], kGroups * (kGroupThreads + kGroupThreads / 32));
     }
   }
   __device__ __forceinline__ static uint32_t parity_of(int number) {
     return static_cast<uint32_t>(number / kGroups) & 1;
   }
-  // Waits until the stage of a producer's own chunk is free.
+  // Waits until the stage of this producer's chunk is free.
   __device__ __forceinline__ void wait_for_place(int number) {
     if (number >= kGroups) wait(&empty[number % kGroups], parity_of(number - kGroups));
   }
-  // By one thread, before it sends `bytes` to the other block. Returns the barrier there, which
-  // counts them.
+  // Called by one thread before it sends `bytes` to the other block. Returns the barrier of that
+  // block, which counts them.
   __device__ __forceinline__ uint32_t expect_in_other(int producer, int other, int bytes) {
     const uint32_t full = address_in(&received_full[producer], other);
     arrive_and_expect(full, bytes);
@@ -141,7 +144,7 @@ struct Handover {
     wait(turn.rank == rank ? &own_full[turn.producer] : &received_full[turn.producer],
          parity_of(turn.number));
   }
-  // By all threads of a consumer, which have read the chunk.
+  // Called by all threads of a consumer after they have read the chunk.
   __device__ __forceinline__ void leave(const Turn& turn, int rank) {
     if (turn.rank == rank) {
       arrive(&empty[turn.producer]);

@@ -1,22 +1,23 @@
-// From summaries, what each segment adds to the state by itself, to the state that enters each
-// segment; and the same for the gradient of the state that leaves it, last segment first:
+// Turns summaries (what each segment adds to the state by itself) into the state that enters each
+// segment. For gradients: into the gradient of the state that leaves each segment, last segment
+// first.
 //
 //   S_(n + 1) = 2^decay_n S_n + summary_n
 //
 // grid    (scan, sequence, head, 1,024 elements of the state), four values of a channel a thread;
-//         of packed sequences those that may have several segments
-// reads   segment_decays [B, states, H, K], h0, the pool or dht
-//         segment_states or segment_state_grads [B, states, H, K, V] with the summaries, or
-//         where they are elsewhere, summaries or summary_grads
+//         packed: only sequences that may have several segments
+// reads   segment_decays [B, states, H, K]; h0, the pool or dht; the summaries, from summaries or
+//         summary_grads if set, else in place from segment_states or segment_state_grads [B,
+//         states, H, K, V]
 // writes  segment_states or segment_state_grads
 //
-// All in fp32. A sequence of one segment has no summaries. scan_and_strong_A, which follows
-// summaries_cluster in forward, has further blocks that make A of strong chunks, forward steps 3
-// and 4, and write it to the prepared chunks:
+// All in fp32. A sequence of one segment has no summaries. scan_and_strong_A follows
+// summaries_cluster in forward. It has further blocks, which make A of strong chunks (forward steps
+// 3 and 4) and write it to the prepared chunks:
 //
-// grid    as for_strong_chunks wants it, after the blocks of the scan
+// grid    that of for_strong_chunks, after the blocks of the scan
 // reads   q, k, g [B, T, H, K], tiers
-// writes  A of prepared chunks [B, slots, H]
+// writes  A of prepared chunks [B, entries, H]
 #include "cuda/device/gates.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/sm90.h"
@@ -28,9 +29,9 @@ namespace gla_ext::cuda::sm90 {
 namespace scan {
 
 constexpr int kEach = 4;
-constexpr int kAtOnce = 8;  // segments whose summaries are on their way
+constexpr int kAtOnce = 8;  // segments whose summaries are loaded at once
 
-// The states of sequence n: [first, first + count).
+// The states of sequence n in segment_states: [first, first + count).
 __device__ __forceinline__ void find_states(const Problem& p, int64_t n, int64_t& first,
                                             int64_t& count) {
   const Sequence sequence = find_sequence(p, n);
@@ -40,7 +41,7 @@ __device__ __forceinline__ void find_states(const Problem& p, int64_t n, int64_t
   count = chunks > p.grid.segment_chunks ? blocks_of(chunks, each) : 0;
 }
 
-// What block number `block` of a scan does.
+// The work of block number `block` of a scan.
 __device__ __forceinline__ void scan_segments(const Problem& p, int64_t block, bool backwards) {
   const int matrix = p.K * p.V, blocks = blocks_of(matrix, kThreads * kEach);
   const int64_t index = block / blocks;
@@ -62,11 +63,11 @@ __device__ __forceinline__ void scan_segments(const Problem& p, int64_t block, b
   float* entering = backwards ? p.segment_state_grads : p.segment_states;
   const float* summaries = backwards ? p.summary_grads : p.summaries;
   if (summaries == nullptr) summaries = entering;
-  const auto slot_of = [&](int64_t i) {
+  const auto entry_of = [&](int64_t i) {
     return (first + (backwards ? count - 1 - i : i)) * p.H + head;
   };
   const auto summary_of = [&](int64_t i) {
-    return *reinterpret_cast<const float4*>(summaries + slot_of(i) * matrix + at);
+    return *reinterpret_cast<const float4*>(summaries + entry_of(i) * matrix + at);
   };
   for (int64_t start = 0; start < count; start += kAtOnce) {
     float4 own[kAtOnce];
@@ -75,12 +76,12 @@ __device__ __forceinline__ void scan_segments(const Problem& p, int64_t block, b
     for (int i = 0; i < kAtOnce; ++i) {
       const bool summed = start + i < count - 1;
       own[i] = summed ? summary_of(start + i) : make_float4(0.f, 0.f, 0.f, 0.f);
-      decays[i] = summed ? p.segment_decays[slot_of(start + i) * p.K + k] : 0.f;
+      decays[i] = summed ? p.segment_decays[entry_of(start + i) * p.K + k] : 0.f;
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       if (start + i >= count) return;
-      *reinterpret_cast<float4*>(entering + slot_of(start + i) * matrix + at) = x;
+      *reinterpret_cast<float4*>(entering + entry_of(start + i) * matrix + at) = x;
       const float decay = exp2_ftz(decays[i]);
       x = make_float4(decay * x.x + own[i].x, decay * x.y + own[i].y, decay * x.z + own[i].z,
                       decay * x.w + own[i].w);
@@ -88,7 +89,7 @@ __device__ __forceinline__ void scan_segments(const Problem& p, int64_t block, b
   }
 }
 
-// Blocks of either scan.
+// The number of blocks of one scan.
 int64_t scan_blocks(const Problem& p) {
   const int64_t sequences = p.grid.packed ? most_followed(p.grid, p.grid.N) : p.grid.N;
   return sequences * p.H * blocks_of(p.K * p.V, kThreads * kEach);

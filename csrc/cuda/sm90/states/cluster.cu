@@ -1,28 +1,29 @@
-// prepare.cu and the states of states/prepared.cu in one pass over the chunks: the two blocks of a
-// cluster gate a segment's chunks in turn, as in forward/cluster.cu, and have 128 values of the
-// state each.
+// prepare.cu and the states of states/prepared.cu in one pass over the chunks. The two blocks of a
+// cluster take turns to gate a segment's chunks, as in forward/cluster.cu; each block has 128
+// values of the state.
 //
 //   q^ = scale q 2^(b - from)      k^ = k 2^(to - b)      A = tril(q^ k^T)
 //   S~ = 2^from S                  S' = 2^(b_C - from) (S~ + k^T v)
 //
-// grid    (segment, head, 256 values), up to four of these one after the other, by a cluster; two
-//         producer and two consumer warpgroups a block; no packed sequences
+// grid    (segment, head, 256 values) by a cluster, which takes up to four of them in sequence; a
+//         block has two producer and two consumer warpgroups; no packed sequences
 // reads   q, k, g [B, T, H, K], v [B, T, H, V], h0
-// writes  prepared chunks [B, slots, H], tiers [B, slots, H, blocks], S~ of every chunk, tiles [B,
-//         chunks, H]. For summaries segment_states and segment_decays in place of S~, and A only if
-//         kWithA
+// writes  prepared chunks [B, entries, H], tiers [B, entries, H, blocks], S~ of every chunk as
+// tiles
+//         [B, chunks, H]. For summaries: segment_states and segment_decays in place of S~, and A
+//         only if kWithA
 //
-// For summaries of packed sequences alone
-// grid    (summary, head, 256 values) by a cluster; those of a sequence's last segment do nothing,
-//         since nothing reads that
+// For packed sequences it makes only summaries:
+// grid    (summary, head, 256 values) by a cluster; the last segment of a sequence is skipped, as
+//         nothing reads its summary
 // reads   k, g, v
 // writes  segment_states and segment_decays
 //
-// What a producer has gated goes to memory as it lies there, and k^ with the factors to the other
-// block too. A consumer holds 64 key channels by the block's values, whose rows both copy. A of
-// strong chunks is strong/gradients.cu's, or in forward segments/scan.cu's. The state's loop is a
-// twin of states/prepared.cu's; here S~ leaves from registers, because producers and received
-// chunks fill shared memory. Accumulation is fp32.
+// A producer stores gated chunks to memory from where it gated them, and sends k^ and the factors
+// to the other block. A consumer holds 64 key channels by the block's 128 values; both consumers
+// copy rows of v. A of strong chunks comes from strong/gradients.cu, in forward from
+// segments/scan.cu. The loop over the state resembles that of states/prepared.cu; here S~ is stored
+// from registers, because producers and received chunks fill shared memory. Accumulation is fp32.
 #include "cuda/sm90/prepare/prepared.cuh"
 #include "cuda/sm90/sm90.h"
 #include "cuda/sm90/tiles/cluster_launch.cuh"
@@ -40,13 +41,13 @@ constexpr int kValueTiles = kValues / kTile;
 constexpr int kGateStages = 2, kValueStages = 3;
 constexpr int kConsumerThreads = kGroups * kGroupThreads;
 
-// Where a producer gates.
+// The shared memory in which a producer gates.
 struct Gated {
   KeyGroup group;                  // rows of q and k, then q^ and k^
-  Tile g[kGateStages][kKeyTiles];  // of two chunks; then A in the first tile
+  Tile g[kGateStages][kKeyTiles];  // of two chunks; A replaces the first tile
 };
 
-// What the state needs of it, the end of a KeyGroup.
+// The part of a gated chunk that the state needs: the end of a KeyGroup.
 struct alignas(1024) Keys {
   float factors[kFactors][kGroupKeys];
   Tile k[kKeyTiles];  // k^ [token][K]
@@ -56,19 +57,20 @@ static_assert(offsetof(Keys, k) == offsetof(KeyGroup, k) - offsetof(KeyGroup, fa
 
 template <int kItems>
 struct alignas(1024) Shared {
-  Gated own[kGroups];                 // by this block's producers
-  Keys received[kGroups];             // from the other's
+  Gated own[kGroups];                 // gated by this block's producers
+  Keys received[kGroups];             // received from the other block's producers
   Tile v[kValueStages][kValueTiles];  // [token][V]
-  Tile triangle;                      // of ones, [token][token]
+  Tile triangle;                      // ones on and below the diagonal, [token][token]
   float2 references[kGroups][kGroupKeys];
   Handover handover;
-  // full: both consumers' rows are there. empty: both have multiplied them.
+  // full: the rows that both consumers copy have arrived. empty: both consumers have multiplied
+  // them.
   uint64_t v_full[kValueStages], v_empty[kValueStages];
-  uint64_t gates_full[kGroups], rows_full[kGroups];  // a producer's copies are there
+  uint64_t gates_full[kGroups], rows_full[kGroups];  // a producer's copies have arrived
   int strong[kGroups];                               // whether a producer's chunk has strong gates
   Items<kItems> items;
 
-  // By one thread.
+  // Called by one thread.
   __device__ __forceinline__ void init_barriers() {
     handover.init();
     for (int i = 0; i < kValueStages; ++i) {
@@ -83,8 +85,8 @@ struct alignas(1024) Shared {
   }
 };
 
-// A producer and its chunks, whose gates come a chunk ahead of q and k. kOperands: prepared chunks
-// go to memory, kWithA with A. Otherwise only k^ is made.
+// A producer and its chunks. Gates are copied one chunk ahead of q and k. kOperands: stores
+// prepared chunks, with A if kWithA; without it only k^ is made.
 template <bool kOperands, bool kWithA, int kItems>
 class Producer {
  public:
@@ -107,16 +109,16 @@ class Producer {
                              &s_.strong[group_], factors[kSum],    s_.references[group_]};
       if constexpr (!kOperands) {
         gate.gate_keys(chunk, *this);
-        fence_for_products();  // and bulk copies
+        fence_for_products();  // also for bulk copies
         sync();                // k^ is written, the gates are read
         ready();
-        continue;  // k^ and the factors have been sent when their stage is free again
+        continue;  // once their stage is free again, k^ and the factors have been sent
       } else if constexpr (!kWithA) {
         gate.gate_operands(chunk, p_.scale, *this);
       } else {
-        if (thread() == 0) wait_for_bulk_stores();  // of A of the chunk before, over its gates
+        if (thread() == 0) wait_for_bulk_stores();  // of the previous A, over these gates
         gate(chunk, p_.scale, *this);
-        fence_for_products();  // and bulk stores
+        fence_for_products();  // also for bulk stores
         sync();                // A is written
         if (thread() == 0) send_scores();
       }
@@ -126,10 +128,10 @@ class Producer {
       }
       sync();  // the stores have read the prepared chunk
     }
-    if (thread() == 0) wait_for_bulk_stores();  // before the block ends
+    if (thread() == 0) wait_for_bulk_stores();  // the block must not end earlier
   }
 
-  // While a chunk is gated.
+  // Hooks that Gating calls while a chunk is gated.
   __device__ __forceinline__ void begin() const { ask_for_gates(); }
   __device__ __forceinline__ void await_rows() const {
     wait(&s_.rows_full[group_], s_.handover.parity_of(number_));
@@ -166,11 +168,11 @@ class Producer {
   }
   __device__ __forceinline__ void ask_for_rows() const {
     if constexpr (kOperands) copy(own().group.q, p_.q);
-    s_.handover.wait_for_place(asked_.number);  // k^ and the factors of the chunk before are read
+    s_.handover.wait_for_place(asked_.number);  // k^ and the factors of the previous chunk are read
     copy(own().group.k, p_.k);
     arrive_after_copies(&s_.rows_full[group_]);
   }
-  // A to memory, and then whether the chunk has strong gates. By one thread.
+  // Stores A to memory; store_tier stores whether the chunk has strong gates. Called by one thread.
   __device__ __forceinline__ void send_scores() const {
     bulk_store(prepared_at(p_, chunk_head_) + offsetof(PreparedChunk<1>, A), gates(number_),
                kTileBytes);
@@ -186,12 +188,12 @@ class Producer {
   Shared<kItems>& s_;
   const Problem& p_;
   const int group_, rank_;
-  OwnChunk<kItems> asked_;  // whose rows come next
-  int number_ = 0;          // of the chunk that is gated
+  OwnChunk<kItems> asked_;  // the chunk whose rows are copied next
+  int number_ = 0;          // of the chunk that is being gated
   int64_t chunk_head_ = 0;
 };
 
-// Rows of v as both consumers copy them, numbered through all items.
+// Rows of v, which both consumers copy. Chunks are numbered through all items.
 template <int kItems>
 class Values {
  public:
@@ -203,7 +205,7 @@ class Values {
         rows_(p.v, token_offset(p.v, 1), segment, 0,
               static_cast<int>(threadIdx.x) % kConsumerThreads, first_v, p.V) {}
 
-  // Asks for a chunk's rows, when both consumers have left their stage.
+  // Starts the copies of a chunk's rows once both consumers have released the stage.
   __device__ __forceinline__ void copy(int chunk) {
     if (chunk >= segment_.chunks) return;
     const int number = first_ + chunk;
@@ -215,7 +217,7 @@ class Values {
   __device__ __forceinline__ void await(int chunk) const {
     wait(&s_.v_full[stage(chunk)], parity(first_ + chunk));
   }
-  // By all threads of a warp, once its products have read the chunk.
+  // Called by all threads of a warp once its products have read the chunk.
   __device__ __forceinline__ void leave(int chunk) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(&s_.v_empty[stage(chunk)]);
@@ -229,11 +231,11 @@ class Values {
   }
   Shared<kItems>& s_;
   const Segment& segment_;
-  const int first_;  // chunks of the items before
+  const int first_;  // number of chunks in earlier items
   RowCopier<kValueTiles, kConsumerThreads> rows_;
 };
 
-// One work item. before: chunks of either block in earlier items.
+// Works on one item. before: how many chunks each block has gated in earlier items.
 template <Store kStore, int kItems>
 __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, const Segment& segment,
                                         const int (&before)[kClusterBlocks], int group, int first_v,
@@ -250,17 +252,17 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
     for (int e = 0; e < state.kValues / 2; ++e) state.x[e] *= e / 2 % 2 == 0 ? first : second;
   };
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-  const int row = group * kTile + thread / 32 * 16 + thread % 32 / 4;  // and the eighth after it
+  const int row = group * kTile + thread / 32 * 16 + thread % 32 / 4;  // also has row + 8
   Tile* S = state_tile_at(p, p.S, segment.chunk_head(p, 0), first_v / kTile, group);
-  float out[2] = {1.f, 1.f};  // what the state is still to be multiplied by as it leaves a chunk
-  float decay[2] = {};        // the sum of the gates, log2 units
+  float out[2] = {1.f, 1.f};  // factor still to be applied to the state when it leaves a chunk
+  float decay[2] = {};        // sum of the gates, log2 units
   for (int chunk = 0; chunk < segment.chunks; ++chunk, S = next_state_tile(p, S)) {
     const Turn turn(chunk, before);
     const auto& keys = turn.rank == rank
                            ? *reinterpret_cast<const Keys*>(s.own[turn.producer].group.factors)
                            : s.received[turn.producer];
     s.handover.wait_for_chunk(turn, rank);
-    // `middle` is read last: its use waits for all of them.
+    // `middle` is read last: its first use waits for the loads of all factors.
     const auto* factors = reinterpret_cast<const volatile float (*)[kGroupKeys]>(keys.factors);
     if constexpr (kStore == Store::kSegment) {
       decay[0] += factors[kSum][row];
@@ -271,8 +273,8 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
     const float middle[2] = {factors[kMiddle][row], factors[kMiddle][row + 8]};
     const bool strong = __any_sync(0xffffffffu, middle[0] != 1.f || middle[1] != 1.f);
     values.await(chunk);
-    // For the copies of v; and the factors are read before a bulk copy overwrites them. Later, the
-    // fence would wait for this chunk's stores to memory.
+    // The fence is for the next copies of v, and for the factors, which a bulk copy will overwrite
+    // once they are read. Placed later, it would wait for this chunk's stores to memory.
     fence_for_products();
     scale(in[0], in[1]);
     LaneRows<state.kValues> rows(state.x);
@@ -290,7 +292,7 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
     values.leave(chunk);
   }
   if constexpr (kStore == Store::kSegment) {
-    if (segment.chunks == 0) return;  // of packed sequences
+    if (segment.chunks == 0) return;  // may happen with packed sequences
     if (first_v == 0 && thread % 4 == 0) {
       float* decays = p.segment_decays + segment.state * p.K;
       if (row < p.K) decays[row] = decay[0];
@@ -302,7 +304,7 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
   }
 }
 
-// kOperands: also prepared chunks, kWithA with A. Without them a work item is a summary.
+// kOperands: also stores prepared chunks, with A if kWithA. Without it a work item is a summary.
 template <int kItems, Store kStore, bool kOperands = true, bool kWithA = kOperands>
 __global__ void __launch_bounds__(kBlockThreads, 1) kernel(Problem p, int64_t items) {
   static_assert(kOperands || kItems == 1, "a cluster has one item, which is not counted");
@@ -322,7 +324,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) kernel(Problem p, int64_t it
   if (threadIdx.x == 0) s.init_barriers();
   fill_triangle<kBlockThreads>(s.triangle);
   fence_for_products();
-  sync_cluster();  // the barriers, the segments and the triangle are there
+  sync_cluster();  // the barriers, the segments and the triangle are written
   const int group = warpgroup();
   if (group < kGroups) {
     give_registers<104>();
@@ -334,7 +336,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) kernel(Problem p, int64_t it
           consume<kStore>(s, p, segment, before, group - kGroups, first_v, cluster.rank);
         });
   }
-  sync_cluster();  // the other block writes nothing here any more
+  sync_cluster();  // from here on the other block writes nothing to this one
 #endif
 }
 
@@ -342,7 +344,7 @@ void launch_states(const Problem& p, cudaStream_t stream) {
   launch_clusters<Shared, kernel<1, Store::kChunks>, kernel<kMostItems, Store::kChunks>>(p, stream);
 }
 
-// Summaries of `items`, one a cluster.
+// Summaries of `items`, one per cluster.
 template <bool kOperands, bool kWithA>
 void launch_summaries(const Problem& p, int64_t items, cudaStream_t stream) {
   if (items > 0)

@@ -1,15 +1,15 @@
-// What states/fused does, over prepared chunks: sweeps with the state, or its gradient, in
-// registers. (The loop's twins: states/fused/consume.cuh.)
+// The sweeps of states/fused over prepared chunks, with the state, or its gradient, in registers.
+// (states/fused/consume.cuh lists the kernels that have a similar loop.)
 //
 //   S~ = 2^from S           S' = 2^(b_C - from) (S~ + k^T v)      first chunk first
 //   dS~ = 2^(b_C - from) dS'      dS = 2^from (dS~ + q^T do)      last chunk first
 //
-// grid    (sweep, segment, head, 128 key channels (of 129 to 192 all), 128 values); a producer and
-//         two or three consumer warpgroups. For summaries, a summary in place of a segment.
-// reads   prepared chunks [B, slots, H], v h0, or do dht; segment_states, segment_state_grads
-// writes  S~ and, unless gradients are swept, dS~ of every chunk, or of chunk pairs S~ of the first
-//         and dS~ of the second, tiles [B, chunks, H] or [B, pairs, H]; with dS~ dh0. For summaries
-//         only segment_states or segment_state_grads and segment_decays.
+// grid    (sweep, segment, head, 128 key channels (K of 129 to 192: all), 128 values); a producer
+//         and two or three consumer warpgroups. Summaries: a summary in place of a segment.
+// reads   prepared chunks [B, entries, H]; v h0, or do dht; segment_states, segment_state_grads
+// writes  S~ and, unless gradients are swept, dS~ of every chunk, as tiles [B, chunks, H]; with
+//         chunk pairs S~ of the first and dS~ of the second chunk, [B, pairs, H]; with dS~ also
+//         dh0. Summaries: only segment_states or segment_state_grads, and segment_decays.
 //
 // A consumer holds 64 key channels. Accumulation is fp32.
 #include <type_traits>
@@ -30,10 +30,11 @@ namespace states::prepared {
 constexpr int kValueTiles = 2;
 constexpr int kValues = kValueTiles * kTile;
 
-// The factors and tiles of k^ of a KeyGroup, or tiles of q^ and the factors.
+// Part of a KeyGroup: the factors and the tiles of k^, or the tiles of q^ and the factors.
 template <int kTiles>
 using GroupBytes = unsigned char[kFactorBytes + kTiles * kTileBytes];
-// Two consumers have a group's tiles, a third one the only tile of the next group.
+// Each of two consumers uses one of a group's tiles; a third consumer uses the only tile of the
+// next group.
 struct TwoTiles {
   GroupBytes<kKeyTiles> operands;
   Tile x[kValueTiles];  // v or do [token][V]
@@ -45,7 +46,7 @@ struct ThreeTiles {
 };
 static_assert(sizeof(TwoTiles) % 1024 == 0 && sizeof(ThreeTiles) % 1024 == 0, "tiles are aligned");
 static_assert(offsetof(ThreeTiles, x) % 1024 == 0 && offsetof(ThreeTiles, last) % 1024 == 0);
-// A consumer's tiles of the state, on their way out of a chunk.
+// A consumer's tiles of the state, from which it is stored after a chunk.
 using StateTiles = Tile[kValueTiles];
 template <int kConsumersOfBlock>
 struct Block : PreparedBlock<std::conditional_t<kConsumersOfBlock == 3, ThreeTiles, TwoTiles>, 4,
@@ -53,16 +54,16 @@ struct Block : PreparedBlock<std::conditional_t<kConsumersOfBlock == 3, ThreeTil
   static constexpr int kConsumers = kConsumersOfBlock;
   static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
   static constexpr int kKeyGroups = kGroupsOf<kConsumers>;
-  // Two chunks' tiles, where there is room.
+  // Tiles of two chunks, where there is room.
   static constexpr int kOutStages = kConsumers == 3 ? 1 : 2;
   alignas(1024) StateTiles states[kConsumers][kOutStages];
 };
 
-// Where k^ or q^ and the factors lie, bytes; kTiles: tiles of the group.
+// Offsets in bytes of k^ or q^ and of the factors. kTiles: tiles of the group.
 template <Sweep kSweep, int kTiles>
 struct Places {
   static constexpr bool kStates = kSweep == Sweep::kStates;
-  // In the KeyGroup, what is copied first.
+  // In the KeyGroup: the start of the copied part.
   static constexpr int kFirst = kStates ? offsetof(KeyGroup, factors) : 0;
   // In GroupBytes: k^ or q^, and the factors.
   static constexpr int kOperand = kStates ? kFactorBytes : 0;
@@ -76,8 +77,8 @@ __device__ __forceinline__ void write_decay(const Problem& p, const Segment& seg
   if (first_v == 0 && channel < p.K) p.segment_decays[segment.state * p.K + channel] = total;
 }
 
-// The decay of the last segment. Nothing reads its summary of S, but the scan of dS needs the
-// decay.
+// Writes the decay of the last segment. Nothing reads this segment's summary of S, but the scan of
+// dS needs the decay.
 __device__ __forceinline__ void sum_last_segment(const Problem& p, const Segment& segment,
                                                  int first_k, int first_v) {
   const unsigned char* group = prepared_at(p, segment.chunk_head(p, 0), first_k / kGroupKeys);
@@ -88,14 +89,15 @@ __device__ __forceinline__ void sum_last_segment(const Problem& p, const Segment
   write_decay(p, segment, first_k, first_v, total);
 }
 
-// Asks for k^ or q^ of a chunk's first group, with the factors.
+// Copies k^ or q^ of a chunk's first group, with the factors.
 template <Sweep kSweep>
 __device__ __forceinline__ void copy_operands(TwoTiles& stage, const unsigned char* group,
                                               uint64_t* full) {
   bulk_copy(stage.operands, group + Places<kSweep, kKeyTiles>::kFirst, sizeof(stage.operands),
             full);
 }
-// And for the tile of the next group.
+// The same for stages with three tiles: also copies the single tile of the next group, with its
+// factors.
 template <Sweep kSweep>
 __device__ __forceinline__ void copy_operands(ThreeTiles& stage, const unsigned char* group,
                                               uint64_t* full) {
@@ -113,7 +115,7 @@ __device__ __forceinline__ void copy_operands(ThreeTiles& stage, const unsigned 
   }
 }
 
-// Where a consumer's tile of k^ or q^ is in a stage, and the factors of its group, bytes.
+// Offsets in bytes, in a stage, of a consumer's tile of k^ or q^ and of the factors of its group.
 struct OperandPlace {
   int tile, factors;
 };
@@ -142,7 +144,7 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
                                           first_v, p.V);
   const unsigned char* group = prepared_at(p, segment.chunk_head(p, start), first_k / kGroupKeys);
   const int64_t step = kStep * p.H * prepared_bytes(p.K);
-  float totals[kGroups] = {};  // of the gates of channel `thread` of each, log2 units
+  float totals[kGroups] = {};  // sums of the gates of channel `thread` of each group, log2 units
   s.produce([&](int i, auto& stage, uint64_t* full) {
     if (thread == 0) copy_operands<kSweep>(stage, group, full);
     x.copy(stage.x, segment.length_of(F::chunk(segment, i)));
@@ -154,7 +156,7 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
     group += step;
     x.move(kStep);
   });
-  // The sweep of dS adds up in the other order.
+  // The sweep of dS adds the gates in another order, so it writes the decays only if `sums_decays`.
   if (kStore == Store::kSegment && (kSweep == Sweep::kStates || p.sums_decays)) {
 #pragma unroll
     for (int j = 0; j < kGroups; ++j)
@@ -162,8 +164,8 @@ __device__ __forceinline__ void produce(BlockOfKernel& s, const Problem& p, int 
   }
 }
 
-// Stores bf16 of a consumer's state to a chunk's tiles in memory, by way of `tiles`. No store reads
-// `tiles` any more, except, with one stage, that of the chunk before.
+// Stores a consumer's state as bf16 to a chunk's tiles in memory, by way of `tiles`. Before the
+// call no store may still read `tiles`, except, with one stage, that of the previous chunk.
 template <Sweep kSweep, class BlockOfKernel>
 __device__ __forceinline__ void store_chunk(const Problem& p, const State<kGroupKeys>& state,
                                             StateTiles& tiles, int64_t index, int group) {
@@ -177,8 +179,8 @@ __device__ __forceinline__ void store_chunk(const Problem& p, const State<kGroup
   }
 #pragma unroll
   for (int i = 0; i < kValueTiles; ++i) store_tile(fragments, tiles[i], state.x + 32 * i);
-  fence_for_products();                              // and bulk stores
-  if (!kOnePlace && stores) wait_for_bulk_stores();  // of the chunk before, whose stage is next
+  fence_for_products();                              // also for bulk stores
+  if (!kOnePlace && stores) wait_for_bulk_stores();  // of the previous chunk, whose stage is next
   barrier();                                         // the tiles are written
   if (!stores) return;
 #pragma unroll
@@ -200,12 +202,12 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
   const int64_t matrix = static_cast<int64_t>(p.K) * p.V;
   const int64_t boundary = (segment.n * p.H + segment.head) * matrix;
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-  // Index of the factors; the eighth after it too.
+  // Index of the thread's first factor; it also uses that of row + 8.
   const int row = group % kKeyTiles * kTile + thread / 32 * 16 + thread % 32 / 4;
   State<kGroupKeys> state(group, block_k, first_v);
   state.clear();
   if constexpr (kStore == Store::kChunks) {
-    await_previous_kernel();  // the scan
+    await_previous_kernel();  // waits for the scan
     load_entering<kSweep>(state, p, segment);
   }
   const auto scale = [&](float first, float second) {
@@ -216,15 +218,15 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
   constexpr Factor kOut = kSweep == Sweep::kStates ? kLeave : kEnter;
   const ChunksOfPairs pairs(p, segment);
   const auto at = operand_place<kSweep, std::decay_t<decltype(s.stages[0])>>(group);
-  int place = 0;              // of the next chunk's state on its way out
-  float out[2] = {1.f, 1.f};  // what the state is still to be multiplied by as it leaves a chunk
+  int place = 0;              // the stage from which the next chunk's state is stored
+  float out[2] = {1.f, 1.f};  // factor still to be applied to the state when it leaves a chunk
   for (int i = 0; i < segment.chunks; ++i) {
     const int number = i % s.kStages;
     auto& stage = s.stages[number];
     wait(&s.full[number], s.parity(i));
-    // Everything that is read without wgmma is read here, `middle` last, because its use waits for
-    // all of it: a load that is still queued after `arrive`, say behind stores, would find the
-    // stage refilled.
+    // Everything that is read without wgmma is read here. `middle` is read last, because its first
+    // use waits for all these loads: a load still queued after `arrive`, e.g. behind stores, could
+    // find the stage refilled.
     const auto* factors = reinterpret_cast<const volatile float (*)[kGroupKeys]>(
         reinterpret_cast<const unsigned char*>(&stage) + at.factors);
     const float in[2] = {factors[kIn][row] * out[0], factors[kIn][row + 8] * out[1]};
@@ -251,10 +253,10 @@ __device__ __forceinline__ void consume(BlockOfKernel& s, const Problem& p, int 
                                                       sixteen_rows(x, j));
     commit_products();
     wait_for_products<0>();
-    fence_for_products();  // and bulk copies
+    fence_for_products();  // also for bulk copies
     arrive(&s.empty[number]);
   }
-  if (thread == 0) wait_for_bulk_stores();  // before the block ends
+  if (thread == 0) wait_for_bulk_stores();  // the block must not end earlier
   scale(out[0], out[1]);
   if constexpr (kStore == Store::kSegment)
     state.store(p, F::segment_states(p) + segment.state * matrix, false);
@@ -324,7 +326,7 @@ void launch(const Problem& p, bool states, bool state_grads, cudaStream_t stream
 }  // namespace states::prepared
 
 void launch_states_prepared(const Problem& p, cudaStream_t stream) {
-  // With dS~ comes dh0, also where there are no tokens.
+  // dS~ includes dh0, so this is launched even if there are no tokens.
   states::prepared::launch<states::Store::kChunks>(p, true, true, stream);
 }
 

@@ -1,14 +1,15 @@
-// Forward steps 3 and 4 and backward steps 5 and 6 of strong chunks, which the fused backward
-// leaves out. Where prepare.cu has made the prepared chunks it has done this too; those that
-// forward has left have their A.
+// Forward steps 3 and 4 and backward steps 5 and 6 for strong chunks, which the fused backward
+// leaves out. Not needed if prepare.cu has made the prepared chunks, since it does this itself. If
+// forward has stored the prepared chunks, they already have A.
 //
-// grid    as for_strong_chunks wants it: one block does all of a chunk, A and then 64 key channels
-//         at a time, so that few blocks have nothing to do
+// grid    that of for_strong_chunks; one block does all of a chunk, A and then 64 key channels at a
+//         time, so that few blocks have nothing to do
 // reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers
-// writes  A, unless forward has left it, bf16, [B, T, H, C] or of prepared chunks [B, slots, H];
+// writes  A, unless forward has stored it, bf16, [B, T, H, C] or in prepared chunks [B, entries,
+// H];
 //         dq_intra, dk_intra, dg_intra [B, T, H, K] fp32
 //
-// dA stays in shared memory, bf16. All else is fp32.
+// dA stays in shared memory, in bf16. Everything else is fp32.
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/sm90.h"
 #include "cuda/sm90/tiles/dependent_launch.cuh"

@@ -1,4 +1,4 @@
-// What a strong chunk lacks in the fused path: A, and backward steps 5 and 6.
+// The parts of a strong chunk that the fused path leaves out: A, and backward steps 5 and 6.
 #pragma once
 
 #include "cuda/sm90/prepare/prepared.cuh"
@@ -8,20 +8,20 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// Writes A of a chunk, which `StrongScores` has made, to the prepared chunk.
+// Writes A of a chunk, made by `StrongScores`, to the prepared chunk.
 __device__ __forceinline__ void write_prepared_A(const Problem& p, const Chunk& chunk,
                                                  const bf16* scores) {
   auto* A = reinterpret_cast<Tile*>(
-      prepared_at(p, chunk.slot, static_cast<int>(blocks_of(p.K, kGroupKeys))));
+      prepared_at(p, chunk.entry, static_cast<int>(blocks_of(p.K, kGroupKeys))));
   for_eights<kTile, kTile>([&](int, int row, int column) {
-    // Zero after the last token, by select: zeros in the rows of q would not undo a NaN.
+    // Rows after the last token are set to zero by a select: zeros in q would not undo a NaN.
     Eight<bf16> x{};
     if (row < chunk.length) x = load8_aligned(scores + row * StrongScores::kPitchX + column);
     store8(&in_tile<bf16>(*A, swizzled(row, column / 8)), x);
   });
 }
 
-// Makes A of a chunk and writes it to the prepared chunk if there is one, else to rows of its own.
+// Makes A of a chunk and writes it to the prepared chunk if there is one, else to p.A.
 __device__ __forceinline__ void finish_scores(StrongScores& scores, const Problem& p,
                                               const Chunk& chunk) {
   scores.make(p, chunk);
@@ -34,7 +34,7 @@ __device__ __forceinline__ void finish_scores(StrongScores& scores, const Proble
   });
 }
 
-// By kThreads threads.
+// Backward steps 5 and 6 of a strong chunk, by kThreads threads.
 struct StrongIntra {
   static constexpr int kPitchX = StrongScores::kPitchX;
   bf16 dA[kTile * kPitchX];  // [token][token]
@@ -56,23 +56,24 @@ struct StrongIntra {
     __syncthreads();  // dA is written, the values are read
   }
 
-  // dq_intra, dk_intra and dg_intra of 64 key channels from `first` on.
+  // Writes dq_intra, dk_intra and dg_intra of the 64 key channels that start at `first`.
   __device__ __forceinline__ void write_gradients(const Problem& p, const Chunk& chunk, int first) {
     strong<bf16, bf16, FusedGateColumn>(operands, dA, p, chunk, first);
   }
 };
 
-// Everything: A, and in backward what pairs of tokens add to dq, dk and dg.
+// All parts of a strong chunk: A, and in backward the contributions of token pairs to dq, dk and
+// dg.
 union StrongChunk {
   StrongScores scores;
   StrongIntra intra;
 
-  // find() reads the chunk again, so that it takes no registers in between.
+  // find() reads the chunk's description again, so that it takes no registers in between.
   template <class Find>
   __device__ __forceinline__ void finish_gradients(const Problem& p, Find&& find) {
     intra.make_score_grads(p, find());
-    // No barrier between the iterations: after the second barrier inside, a thread reads only the
-    // tiles that it wrote, and sums are written after it.
+    // No barrier is needed between iterations: after the second barrier of an iteration
+    // a thread reads only the tiles that it wrote, and sums are written after that barrier.
 #pragma unroll 1
     for (int first = 0; first < p.K; first += kTile) intra.write_gradients(p, find(), first);
   }

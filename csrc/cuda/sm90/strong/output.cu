@@ -1,10 +1,10 @@
-// A v of strong chunks, which the sweeps that gate leave out: o += A v.
+// Adds A v of strong chunks, which the sweeps that gate leave out: o += A v.
 //
-// grid    as for_strong_chunks wants it
+// grid    that of for_strong_chunks
 // reads   q, k, g [B, T, H, K], v, o [B, T, H, V], tiers
 // writes  o [B, T, H, V], and, for backward, A of prepared chunks
-// The scores are those of forward steps 3 and 4 and stay in shared memory. Accumulation is fp32; o
-// is rounded once more.
+// A comes from forward steps 3 and 4 and stays in shared memory. Accumulation is fp32; o is rounded
+// a second time.
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/sm90.h"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
@@ -16,12 +16,12 @@ namespace strong::output {
 union Shared {
   StrongScores scores;
   struct {
-    bf16 A[kTile * StrongScores::kPitchX];  // where `scores` has them
+    bf16 A[kTile * StrongScores::kPitchX];  // A as `scores` has left it
     bf16 v[kTile * StrongScores::kPitchX];  // [token][V]
   } operands;
 };
 
-// kForBackward: A also goes to the prepared chunk.
+// kForBackward: also stores A to the prepared chunk.
 template <bool kForBackward>
 __global__ void __launch_bounds__(kThreads, 2) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -37,11 +37,11 @@ __global__ void __launch_bounds__(kThreads, 2) kernel(Problem p) {
     for (int first_v = 0; first_v < p.V; first_v += kTile) {
       TileRows<Access::kFast, bf16, kTile> v;
       v.load(rows_at<const bf16>(p.v, chunk), p.v, chunk.length, first_v, p.V);
-      if (first_v > 0) __syncthreads();  // the values before are read
+      if (first_v > 0) __syncthreads();  // the previous values are read
       v.store(s.operands.v, false);
       float acc[2][2][4];  // [token, V]
       clear(acc);
-      // All of o before any of it is written, or the loads would wait for the stores.
+      // Loads all of o before any of it is stored; otherwise the loads would wait for the stores.
       float2 before[8];
       const auto for_tokens = [&](auto&& f) {
         int pair = 0;

@@ -1,6 +1,7 @@
-// A chunk's rows in registers, a thread a channel pair (two neighbouring key channels) in a
-// sub-chunk of the tokens, and the sums of their gates. These sums are a twin of cumsum.cuh's and
-// triangle.cuh's: here the gates are in registers, of any dtype, and no tensor core sums them.
+// A chunk's rows in registers, and the sums of their gates. A thread holds a channel pair (two
+// neighbouring key channels) in one sub-chunk of the tokens. cumsum.cuh and triangle.cuh compute
+// the same sums by tensor cores from shared memory; here the gates are in registers, of any dtype,
+// and are added one by one.
 #pragma once
 
 #include "cuda/device/gates.cuh"
@@ -8,11 +9,12 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// threadIdx.x, read again: what follows from it takes no registers while products run.
+// threadIdx.x, read again at each call, so that values derived from it take no registers while
+// products run.
 __device__ __forceinline__ int thread_index() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  __builtin_assume(thread >= 0 && thread < 1024);  // divisions are shifts
+  __builtin_assume(thread >= 0 && thread < 1024);  // so that divisions compile to shifts
   return thread;
 }
 
@@ -34,7 +36,8 @@ __device__ __forceinline__ float2 pair_at(const float* row, int channel) {
   return *reinterpret_cast<const float2*>(row + channel);
 }
 
-// Multiplies accumulators of 64 columns by a factor of each; by: those of the thread's first pair.
+// Multiplies accumulators of 64 columns by one factor per column. `by` points to the factors of the
+// thread's first column pair.
 __device__ __forceinline__ void scale_columns(float (&d)[32], const float* by) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -44,7 +47,7 @@ __device__ __forceinline__ void scale_columns(float (&d)[32], const float* by) {
   }
 }
 
-// Index in an fp32 tile: pairs of eight rows lie in different banks.
+// Index into an fp32 tile, swizzled so that the pairs of eight rows lie in different banks.
 __device__ __forceinline__ int swizzled_float(int row, int column) {
   return row * kTile + (column ^ ((row & 3) << 3));
 }
@@ -56,7 +59,7 @@ struct References {
       : from(strong ? 0.f : reference_of(b_last)), to(strong ? b_last : from) {}
 };
 
-// Where a thread's channel pair and sub-chunk are.
+// The channel pair and the sub-chunk of a thread.
 template <int kGroups>
 struct ChannelPair {
   int channel, first;  // key channel, token
@@ -73,7 +76,8 @@ struct ChannelPair {
   }
 };
 
-// The channel pair's elements of a sub-chunk's rows, as they lie in memory, on their way.
+// The channel pair's elements in the rows of a sub-chunk, still in the format of memory: the loads
+// may be in flight.
 template <class T>
 struct ChannelPairColumn {
   using Word = std::conditional_t<sizeof(T) == 4, float2, uint32_t>;
@@ -95,7 +99,7 @@ struct ChannelPairColumn {
 __device__ __forceinline__ float2 to_log2(float2 g) {
   return make_float2(cuda::to_log2(g.x), cuda::to_log2(g.y));
 }
-// The pair's b before its sub-chunk, and after the last.
+// b of the channel pair before its sub-chunk, and at the end of the chunk.
 struct Cumsum {
   float2 b = make_float2(0.f, 0.f), last = b;
 };

@@ -1,4 +1,4 @@
-// How the kernels of clusters are launched.
+// Launches of the kernels that run in clusters.
 #pragma once
 
 #include "cuda/device/dynamic_shared.h"
@@ -17,7 +17,8 @@ void launch_items(const Problem& p, int64_t items, int64_t clusters, cudaStream_
                                    sizeof(SharedOfKernel), stream, p, items);
 }
 
-// kOne takes one work item a cluster, kMany up to kMostItems, as many as the plan says.
+// Launches kOne where a cluster takes one work item, kMany where the plan gives it several (up to
+// kMostItems).
 template <template <int> class SharedOf, auto kOne, auto kMany>
 void launch_clusters(const Problem& p, cudaStream_t stream) {
   const int64_t items = count_items(p);

@@ -1,11 +1,11 @@
 // Sums of gates down the tokens of a chunk, by tensor cores: a lower triangle of ones times the
-// gates, bf16 ones as they are, fp32 ones as two bf16 terms, which keep 17 bits. A decay 2^-x then
-// has a relative error of x 2^-18 at most, where bf16 rounds what it is multiplied with by up to
-// 2^-9. In natural units; fp32 accumulation.
+// gates. bf16 gates are used as they are; fp32 gates become two bf16 terms, which keep 17 bits. A
+// decay 2^-x then has a relative error of at most x 2^-18; the bf16 operand that it multiplies is
+// rounded by up to 2^-9. The sums are in natural units, accumulated in fp32.
 //
-// The triangle is in shared memory, which all producers of a block read. Its twin, triangle.cuh,
-// has the ones in registers, for kernels without 8 KB to spare; channels.cuh sums without tensor
-// cores.
+// The triangle is in shared memory, where all producers of a block read it. triangle.cuh does the
+// same with the ones in registers, for kernels without 8 KB to spare; channels.cuh sums without
+// tensor cores.
 #pragma once
 
 #include "tiles.cuh"
@@ -14,11 +14,12 @@ namespace gla_ext::cuda::sm90 {
 
 constexpr float kResetGate = -104.f;  // 2^(-104 log2 e) < 2^-150: a decay of 0 in fp32
 
-// Tiles that gates lie in, one for each term.
+// Tiles that hold the gates of 64 channels: one for bf16, two for fp32, later one for each term.
 template <class Gate>
 constexpr int kGateTiles = sizeof(Gate) / sizeof(bf16);
 
-// Raises eight gates to where a decay is 0, since 0 times -inf would be NaN. NaN stays NaN.
+// Raises eight gates to at least kResetGate, where the decay is 0, since 0 times -inf would be NaN.
+// NaN stays NaN.
 __device__ __forceinline__ void clamp_gates(uint4* eight) {
   const __nv_bfloat162 reset = __float2bfloat162_rn(kResetGate);
   uint4 x = *eight;
@@ -27,7 +28,8 @@ __device__ __forceinline__ void clamp_gates(uint4* eight) {
   for (int j = 0; j < 4; ++j) pairs[j] = __hmax2_nan(pairs[j], reset);
   *eight = x;
 }
-// The same for eight fp32 gates, four in each of two tiles. Their terms take their places.
+// Clamps eight fp32 gates, four in each of two tiles, and replaces them by their bf16 terms: the
+// high ones in the first tile, the low ones in the second.
 __device__ __forceinline__ void split_gates(uint4* high, uint4* low) {
   const uint4 words[2] = {*high, *low};
   const auto* gates = reinterpret_cast<const float*>(words);
@@ -44,8 +46,8 @@ __device__ __forceinline__ void split_gates(uint4* high, uint4* low) {
   *high = make_uint4(terms[0][0], terms[0][1], terms[0][2], terms[0][3]);
   *low = make_uint4(terms[1][0], terms[1][1], terms[1][2], terms[1][3]);
 }
-// The same for columns [first, first + kColumns) of a tile, of both tiles where gates are fp32, by
-// a warpgroup; kColumns is 32 or 64.
+// Clamps columns [first, first + kColumns) of a tile of gates (of both tiles for fp32 gates), by a
+// warpgroup. kColumns is 32 or 64.
 template <class Gate, int kColumns>
 __device__ __forceinline__ void clamp_gates(Tile* tiles, int first, int thread) {
   constexpr int kVecs = kColumns / 8, kRowsEach = kGroupThreads / kVecs;
@@ -59,7 +61,7 @@ __device__ __forceinline__ void clamp_gates(Tile* tiles, int first, int thread) 
   }
 }
 
-// Ones on and below the diagonal, a whole tile.
+// Fills a tile with ones on and below the diagonal, zeros above.
 template <int kThreads>
 __device__ __forceinline__ void fill_triangle(Tile& tile) {
   for (int i = static_cast<int>(threadIdx.x); i < kTile * kTile / 2; i += kThreads) {
@@ -69,7 +71,8 @@ __device__ __forceinline__ void fill_triangle(Tile& tile) {
   }
 }
 
-// b [64 tokens][kColumns], kColumns = 2 kN = the sums of the clamped gates, by a warpgroup. Waits.
+// Computes b [64 tokens][kColumns], kColumns = 2 kN, the sums of the clamped gates. Runs on a
+// warpgroup and waits for the products.
 template <class Gate, int kN>
 __device__ __forceinline__ void sum_gates(float (&b)[kN], const Tile& triangle, const Tile& tile,
                                           int first_column) {

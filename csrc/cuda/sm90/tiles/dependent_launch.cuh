@@ -1,5 +1,5 @@
-// Programmatic dependent launch: a kernel's blocks become resident while the last ones of the
-// kernel before still work, and wait there until all of it is done.
+// Programmatic dependent launch: a kernel's blocks become resident while the last blocks of the
+// previous kernel still work, and wait there until that kernel is done.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,29 +14,31 @@ __device__ __forceinline__ void release_next_kernel() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// Waits until the kernel before is done and what it has written can be read.
+// Waits until the previous kernel is done and its writes can be read.
 __device__ __forceinline__ void await_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// What every block of a kernel that `launch_dependent` launches does first, even a block without
-// work: if all ended without it, the next kernel could start before the previous one is done.
+// The first call of every block of a kernel that `launch_dependent` launches, even of a block
+// without work: if all blocks ended without it, the next kernel could start before the previous one
+// is done.
 __device__ __forceinline__ void wait_for_previous_kernel() {
   release_next_kernel();
   await_previous_kernel();
 }
-// The same in the scan of segments, in the other order: blocks of the next kernel start when
-// everything before the scan is done, and may read that at once. Whoever reads what the scan writes
-// waits for it (await_previous_kernel).
+// Used in place of `wait_for_previous_kernel` by the scan of segments, with the order of the two
+// calls reversed. Blocks of the next kernel then start when everything before the scan is done, and
+// may read those results at once. A block that reads results of the scan itself must wait for the
+// scan (await_previous_kernel).
 __device__ __forceinline__ void wait_before_next_kernel() {
   await_previous_kernel();
   release_next_kernel();
 }
-// In a sweep, which follows the scan if segments have summaries. A block that has only tokens after
-// the last sequence may then end without waiting for the scan: other blocks of the grid wait, at
-// least those of first segments.
+// The first call of a sweep; `scanned`: the sweep follows the scan, because segments have
+// summaries. A block that has only tokens after the last sequence may then end without waiting for
+// the scan, since other blocks of the grid wait, at least those of first segments.
 __device__ __forceinline__ void wait_for_all_but_scan(bool scanned) {
   if (scanned)
     release_next_kernel();
@@ -44,8 +46,8 @@ __device__ __forceinline__ void wait_for_all_but_scan(bool scanned) {
     wait_for_previous_kernel();
 }
 
-// kCluster: blocks of a cluster, of which `blocks` is a multiple. overlaps: whether the kernel may
-// start before the one before is done.
+// kCluster: blocks per cluster; `blocks` is a multiple of it. overlaps: whether the kernel may
+// start before the previous one is done.
 template <int kCluster, class... Parameters, class... Arguments>
 void launch_clusters_of(bool overlaps, void (*kernel)(Parameters...), int64_t blocks, int threads,
                         size_t shared_bytes, cudaStream_t stream, Arguments... arguments) {

@@ -1,9 +1,9 @@
-// What producers of the forward sweeps and of states/cluster.cu do with a chunk whose rows are in
-// shared memory: q^, k^ and A in place, and the state's factors.
+// Gating of a chunk whose rows are in shared memory, by the producers of the forward sweeps and of
+// states/cluster.cu: makes q^, k^ and A in place, and the state's factors.
 //
-// Twins, which gate elsewhere because registers or the place of the data differ: prepare/prepare.cu
-// and gradients/chunk/operands.cuh (sums by channel pairs), states/fused/produce.cuh (unscaled
-// states, without references), gradients/small_sweep/operands.cuh (half of the columns at a time).
+// Other code gates too, but keeps the data elsewhere or has fewer registers: prepare/prepare.cu and
+// gradients/chunk/operands.cuh (sums by channel pairs), states/fused/produce.cuh (unscaled states,
+// without references), gradients/small_sweep/operands.cuh (half of the columns at a time).
 #pragma once
 
 #include "cuda/device/gates.cuh"
@@ -12,30 +12,31 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// A chunk in shared memory as it is gated.
+// A chunk in shared memory while it is gated.
 struct GatedChunk {
-  Tile *q, *k;  // [token][K], then q^ and k^
-  Tile* g;      // [token][K], of fp32 gates two tiles, then A [token][token]
-  // Factors of the state's key channels: 2^r as it enters; before the product, 1 or 2^b_C;
-  // 2^(b_C - r) as it leaves.
+  Tile *q, *k;  // rows [token][K], replaced by q^ and k^
+  Tile* g;      // [token][K] (fp32: two tiles), replaced by A [token][token]
+  // Factors of the state's key channels. enter: 2^r, as the state enters the chunk. middle: 1, or
+  // 2^b_C for a channel out of range, before the product is added. leave: 2^(b_C - r), or 1 for a
+  // channel out of range.
   float *enter, *middle, *leave;
   int* strong;         // whether the chunk has strong gates
   float* b_last;       // log2 units
-  float2* references;  // q^ = q 2^(b - x) and k^ = k 2^(x + y - b)
+  float2* references;  // x, y of a channel: q^ = q 2^(b - x) and k^ = k 2^(x + y - b)
 };
 
-// What all threads of a producer do besides. begin(): the gates' rows are there, and a barrier has
-// passed since whatever came before. await_rows(): before the barrier after which rows of q and k
-// are read. ready(), not called for keys alone: everything but A is there.
+// Hooks that all threads of a producer call. begin(): the rows of gates have arrived, and a barrier
+// separates them from the previous work. await_rows(): called before the barrier after which rows
+// of q and k are read. ready(): everything but A is written; not called by gate_keys.
 struct NothingBetween {
   __device__ __forceinline__ void begin() const {}
   __device__ __forceinline__ void await_rows() const {}
   __device__ __forceinline__ void ready() const {}
 };
 
-// By a warpgroup, with `barrier` its own. With kColumns < 64 = K warpgroups share a chunk: each has
-// kColumns key channels from `first` on and as many columns of A, and `whole` is a barrier of them
-// all.
+// Runs on a warpgroup; `barrier` is a barrier of its threads. If kColumns < 64 = K, several
+// warpgroups share a chunk: each has kColumns key channels, starting at `first`, and as many
+// columns of A, and `whole` is a barrier of all these warpgroups.
 template <int K, class Barrier, class Gate = bf16, int kColumns = kTile, class Whole = Barrier>
 struct Gating {
   static_assert((kColumns == kTile && kGateTiles<Gate> == 1) || K == kTile);
@@ -45,7 +46,8 @@ struct Gating {
   Whole whole = barrier;
   int first = 0;
 
-  // All of it. Ends with A on its way to shared memory, and no barrier.
+  // Gates the chunk and makes A. On return the stores of A to shared memory have been issued,
+  // without a barrier after them.
   template <class Between = NothingBetween>
   __device__ __forceinline__ void operator()(const GatedChunk& chunk, float scale,
                                              const Between& between = {}) const {
@@ -56,7 +58,7 @@ struct Gating {
     wait_for_products<0>();
     place_scores<kColumns>(*chunk.g, A, strong, first, thread);
   }
-  // All but A.
+  // Makes everything but A.
   template <class Between>
   __device__ __forceinline__ void gate_operands(const GatedChunk& chunk, float scale,
                                                 const Between& between) const {
@@ -65,8 +67,8 @@ struct Gating {
     whole();  // q^ and k^ are written, the gates read
     between.ready();
   }
-  // k^ and the factors alone. `strong` then says whether b_C of a channel is out of range, whatever
-  // the other tokens: the state needs no more.
+  // Makes only k^ and the factors. `strong` then tells only whether b_C of a channel is out of
+  // range, without regard to the other tokens: the state needs no more.
   template <class Between>
   __device__ __forceinline__ void gate_keys(const GatedChunk& chunk, const Between& between) const {
     gate_rows</*kQueries=*/false>(chunk, 1.f, between);
@@ -77,7 +79,7 @@ struct Gating {
   __device__ __forceinline__ void gate_rows(const GatedChunk& chunk, float scale,
                                             const Between& between) const {
     if (thread == 0 && first == 0) *chunk.strong = 0;
-    whole();  // the rows are there, `strong` is cleared
+    whole();  // the rows have arrived, `strong` is cleared
     between.begin();
 #pragma unroll
     for (int tile = 0; tile < K / 64; ++tile)
@@ -88,7 +90,7 @@ struct Gating {
     for (int tile = 0; tile < K / 64; ++tile) gate<kQueries>(chunk, tile, scale, between);
   }
 
-  // The references of a channel and what they are to the state.
+  // Sets a channel's references and the factors of the state that follow from them.
   __device__ __forceinline__ void set_channel(const GatedChunk& chunk, int channel) const {
     const float b_last = chunk.b_last[channel];
     const bool strong = !(fabsf(b_last) <= kTierRange);
@@ -100,7 +102,7 @@ struct Gating {
     if (strong) *chunk.strong = 1;
   }
 
-  // k^, and q^ if kQueries, of a tile's channels.
+  // Makes k^, and if kQueries q^, for the channels of a tile.
   template <bool kQueries, class Between>
   __device__ __forceinline__ void gate(const GatedChunk& chunk, int tile, float scale,
                                        const Between& between) const {
@@ -122,7 +124,7 @@ struct Gating {
     const float2* references = chunk.references + 64 * tile + first;
     const Fragments fragments;
     const Operand tile_q = chunk.q[tile], tile_k = chunk.k[tile];
-    constexpr int kBatch = 2;  // sixteens of channels on their way at once
+    constexpr int kBatch = 2;  // groups of 16 channels that are in flight at once
 #pragma unroll
     for (int batch = 0; batch < kColumns / 16; batch += kBatch) {
       uint32_t q[kBatch][4], k[kBatch][4];

@@ -1,11 +1,13 @@
-// Accumulators in bf16 from the registers of a warp straight to memory, without shared memory.
+// Stores accumulators as bf16 from a warp's registers directly to tiles or rows in memory, without
+// going through shared memory.
 #pragma once
 
 #include "channels.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
-// Transposes the words of four lanes: lane t is left with word t of all four, in the lanes' order.
+// Transposes the words of four lanes: afterwards lane t holds word t of each of the four lanes, in
+// lane order.
 __device__ __forceinline__ void turn_quad(uint32_t (&words)[4], int thread) {
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) {
@@ -21,7 +23,7 @@ __device__ __forceinline__ void turn_quad(uint32_t (&words)[4], int thread) {
   }
 }
 
-// bf16 of accumulators [64][kColumns] of a warpgroup.
+// The accumulators [64][kColumns] of a warpgroup as bf16.
 template <int kColumns>
 class LaneRows {
  public:
@@ -38,8 +40,8 @@ class LaneRows {
         }
   }
 
-  // Call one of these, once: the words are transposed in place. To tiles of 64 columns, `next`
-  // tiles apart.
+  // Call only one of these, and once: the words are transposed in place. write_tiles stores to
+  // tiles of 64 columns that are `next` tiles apart.
   __device__ __forceinline__ void write_tiles(Tile* tiles, int next) {
     const auto thread = static_cast<int>(threadIdx.x);
     const int offset = swizzled(row(thread), part(thread));
@@ -47,7 +49,7 @@ class LaneRows {
       in_tile<uint4>(tiles[i / 2 * next], (offset ^ i % 2 * 64) + e * 8 * kRowBytes) = eight;
     });
   }
-  // To `rows` rows of `columns` columns, `stride` elements apart.
+  // Stores `rows` rows of `columns` columns; rows are `stride` elements apart.
   __device__ __forceinline__ void write_rows(bf16* to, int stride, int rows, int columns) {
     const int thread = thread_index(), row = this->row(thread), first = 8 * part(thread);
     to += row * stride + first;
@@ -58,12 +60,13 @@ class LaneRows {
   }
 
  private:
-  // Where a thread writes first.
+  // The first row that a thread writes, and its part of eight columns.
   static __device__ __forceinline__ int row(int thread) {
     return thread % kGroupThreads / 32 * 16 + thread % 32 / 4;
   }
   static __device__ __forceinline__ int part(int thread) { return thread % 4; }
-  // f(which 32 columns, 0 or 1 for the eighth row after, 8 of the columns)
+  // Calls f(index of the 32 columns, 0 or 1 for the row or the eighth row after it, 8 of the
+  // columns).
   template <class F>
   __device__ __forceinline__ void for_eights(int thread, F&& f) {
 #pragma unroll
@@ -75,7 +78,7 @@ class LaneRows {
         f(i, e, make_uint4(eight[0], eight[1], eight[2], eight[3]));
       }
   }
-  uint32_t words_[kColumns / 32][2][4];  // 32 columns, a row or the eighth after it, 8 columns
+  uint32_t words_[kColumns / 32][2][4];  // [32 columns][row, eighth row after it][8 columns]
 };
 
 }  // namespace gla_ext::cuda::sm90

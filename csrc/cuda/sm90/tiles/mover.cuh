@@ -1,12 +1,12 @@
-// Tiles of 64 columns and rows in memory, 16 bytes a thread.
+// Moves tiles of 64 columns between shared and global memory, 16 bytes a thread at a time.
 #pragma once
 
 #include "channels.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
-// How kGroups warpgroups move a tile of 64 columns, a row's 16 bytes each: thread i has part i % 8
-// of row i / 8 and of every kStep-th row after it.
+// How kGroups warpgroups share a tile of 64 columns: thread i takes part i % 8 (16 bytes) of row i
+// / 8 and of every kStep-th row after it.
 template <int kGroups>
 struct Mover {
   static constexpr int kStep = kGroups * kGroupThreads / 8;
@@ -16,7 +16,8 @@ struct Mover {
   __device__ __forceinline__ explicit Mover(int thread)
       : row(thread / 8), column(thread % 8 * 8), offset(swizzled(row, column / 8)) {}
 
-  // From `p`, this thread's first 16 bytes, zero from row `rows` on or where nothing is `inside`.
+  // Copies from `p`, the address of this thread's first 16 bytes. Rows from `rows` on become zero;
+  // all rows do if not `inside`.
   template <int kRows>
   __device__ __forceinline__ void copy(const Tile* tile, const bf16* p, int32_t stride, int rows,
                                        bool inside) const {

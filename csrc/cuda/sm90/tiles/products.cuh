@@ -1,26 +1,27 @@
-// Products of tiles by all warpgroups of a block, each with its share of the columns.
+// Products of tiles by all warpgroups of a block, each with a part of the columns.
 #pragma once
 
 #include "channels.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
-// A warpgroup and a lane's place in the 64 rows of its products.
+// The caller's warpgroup, and its lane's position in the 64 rows of a product.
 struct Place {
-  int thread, group, row, t;  // t: of the pair of neighbours in eight columns
+  int thread, group, row, t;  // t: which column pair of each eight columns
   __device__ __forceinline__ Place()
       : thread(thread_index()),
-        // One value a warp, so that the compiler knows products are not in diverging branches.
+        // One value per warp, so that the compiler sees that products are not in diverging
+        // branches.
         group(__shfl_sync(0xffffffffu, thread / kGroupThreads, 0)),
         row(thread % kGroupThreads / 32 * 16 + thread % 32 / 4),
         t(thread % 4) {}
 };
 
-// What a descriptor grows by from 16 summed elements to the next 16.
+// The increment of a descriptor from 16 summed elements to the next 16.
 template <Contiguous kOperand>
 constexpr int kNextSixteen = (kOperand == Contiguous::kSummed ? 32 : 16 * kRowBytes) >> 4;
 
-// d = A B over 64 summed elements, added to what is there if `add`. See the names below.
+// d = A B over 64 summed elements, or d += A B if `add`. See the names below.
 template <Contiguous kA, Contiguous kB, int kN>
 __device__ __forceinline__ void multiply(float (&d)[kN], const Operand& A, const Operand& B,
                                          bool add = true) {
@@ -30,7 +31,7 @@ __device__ __forceinline__ void multiply(float (&d)[kN], const Operand& A, const
     product<kA, kB>(d, a + i * kNextSixteen<kA>, b + i * kNextSixteen<kB>, add || i > 0);
 }
 
-// The same with 128 columns: of B's tile and of the one after it.
+// d = A B with 128 columns: those of B's tile and of the next tile.
 template <Contiguous kA, Contiguous kB>
 __device__ __forceinline__ void multiply(float (&d)[2][32], const Operand& A, const Operand& B) {
   const uint64_t a = descriptor(A.address, 0),
@@ -40,8 +41,8 @@ __device__ __forceinline__ void multiply(float (&d)[2][32], const Operand& A, co
     product<kA, kB>(d[0], d[1], a + i * kNextSixteen<kA>, b + i * kNextSixteen<kB>);
 }
 
-// d = A B^T and others = A C^T, where C is the tile after B's; of descriptors that are made before
-// `begin_products`, or ptxas has too few registers (C7511).
+// d = A B^T and others = A C^T, where C is the tile after B's. The descriptors must be made before
+// `begin_products`; otherwise ptxas runs short of registers (C7511).
 __device__ __forceinline__ void multiply_two(float (&d)[32], float (&others)[32], uint64_t A,
                                              uint64_t B, bool add = true) {
   constexpr auto kSummed = Contiguous::kSummed;
@@ -51,8 +52,8 @@ __device__ __forceinline__ void multiply_two(float (&d)[32], float (&others)[32]
                               B + i * kNextSixteen<kSummed>, add || i > 0);
 }
 
-// The products of tiles as they lie, A [m][s] or A^T [s][m], B [s][n] or B^T [n][s], over the 64
-// summed elements s, issued: d += A B, A B^T or A^T B; d = if not `add`.
+// Issues products named by how the tiles lie in memory: A [m][s] or A^T [s][m], B [s][n] or B^T
+// [n][s], over the 64 summed elements s. d += A B, A B^T or A^T B; d = ... if not `add`.
 template <class D>
 __device__ __forceinline__ void mma_AB(D& d, const Operand& A, const Operand& B, bool add = true) {
   multiply<Contiguous::kSummed, Contiguous::kOther>(d, A, B, add);
@@ -72,7 +73,7 @@ __device__ __forceinline__ void clear(float (&d)[kN]) {
   for (int i = 0; i < kN; ++i) d[i] = 0;
 }
 
-// A warpgroup's columns of a [64 x 64] bf16 tile.
+// Stores a warpgroup's columns of a [64 x 64] bf16 tile.
 template <int kN>
 __device__ __forceinline__ void store_columns(Tile& tile, const float (&d)[kN],
                                               int group = Place().group) {
@@ -85,7 +86,7 @@ __device__ __forceinline__ void store_columns(Tile& tile, const float (&d)[kN],
           pack(d[4 * j + 2 * e], d[4 * j + 2 * e + 1]);
 }
 
-// The same for scores, which are 0 above the diagonal.
+// Stores a warpgroup's columns of scores, zero above the diagonal.
 template <int kN>
 __device__ __forceinline__ void store_scores(Tile& tile, float (&d)[kN],
                                              int group = Place().group) {
@@ -98,7 +99,8 @@ __device__ __forceinline__ void store_scores(Tile& tile, float (&d)[kN],
   store_columns(tile, d, group);
 }
 
-// Adds x of the lane kHalf rows away, and keeps the half of the columns that is this lane's.
+// Adds x of the lane kHalf rows away. Each of the two lanes keeps the sums of one half of the
+// columns.
 template <int kHalf>
 __device__ __forceinline__ void fold_rows(float (&x)[16]) {
   const bool upper = (static_cast<int>(threadIdx.x) & 4 * kHalf) != 0;

@@ -1,5 +1,4 @@
-// sm_90a instructions, one wrapper each: warpgroup products, barriers in shared
-// memory, fences.
+// Wrappers of sm_90a instructions, one each: warpgroup products, barriers in shared memory, fences.
 #pragma once
 
 #include "cuda/device/mma.cuh"
@@ -10,7 +9,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Barriers that count arrivals in shared memory.
+// Barriers in shared memory that count arrivals (mbarrier).
 __device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(arrivals)
@@ -32,7 +31,7 @@ __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
-// The same without the wait: whether there is nothing to wait for.
+// Tests whether the phase is complete, without waiting.
 __device__ __forceinline__ bool has_passed(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -47,7 +46,7 @@ __device__ __forceinline__ bool has_passed(uint64_t* barrier, uint32_t parity) {
   return done != 0;
 }
 
-// A barrier of `threads` threads, by number; 0 is __syncthreads.
+// A named barrier of `threads` threads; number 0 is __syncthreads.
 template <int kNumber>
 __device__ __forceinline__ void sync_threads(int threads) {
   asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "r"(threads) : "memory");
@@ -67,33 +66,34 @@ __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Arrives at `barrier` once this thread's copies so far have arrived. Warpgroup products see what
-// they write after a fence by the thread that waits.
+// Arrives at `barrier` once all copies that this thread has issued so far are complete. Warpgroup
+// products see the copied data after a fence by the thread that waits.
 __device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
-// Sixteen bytes from global to shared memory, or zeros, asynchronously.
+// Copies 16 bytes from global to shared memory asynchronously; writes zeros if not `there`.
 __device__ __forceinline__ void copy16(uint32_t shared, const void* p, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(p),
                "r"(there ? 16 : 0)
                : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
-// All but the newest kPending groups of this thread's copies have arrived.
+// Waits until all but the newest kPending groups of this thread's copies are complete.
 template <int kPending>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Arrives at `barrier`, whose phase then also waits for `bytes` of the copies that follow.
+// Arrives at `barrier` and lets its phase also wait for `bytes` of the following copies.
 __device__ __forceinline__ void arrive_and_expect(uint64_t* barrier, int bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
       "r"(bytes)
       : "memory");
 }
-// `bytes`, a multiple of 16, from global to shared memory by one thread, which `barrier` expects.
+// Copies `bytes`, a multiple of 16, from global to shared memory. Called by one thread; `barrier`
+// must already expect the bytes.
 __device__ __forceinline__ void bulk_copy_expected(const void* shared, const void* global,
                                                    int bytes, uint64_t* barrier) {
   asm volatile(
@@ -102,13 +102,14 @@ __device__ __forceinline__ void bulk_copy_expected(const void* shared, const voi
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
-// Both: the thread arrives too.
+// Arrives at `barrier`, which then expects the bytes, and copies them.
 __device__ __forceinline__ void bulk_copy(const void* shared, const void* global, int bytes,
                                           uint64_t* barrier) {
   arrive_and_expect(barrier, bytes);
   bulk_copy_expected(shared, global, bytes, barrier);
 }
-// From shared to global memory. Wait before the block ends, or shared memory is written.
+// Copies from shared to global memory. Wait for it before the block ends and before the shared
+// memory is written again.
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(shared_address(shared)), "r"(bytes)
@@ -117,14 +118,15 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, int
 __device__ __forceinline__ void commit_bulk_stores() {
   asm volatile("cp.async.bulk.commit_group;");
 }
-// All but the newest kPending groups of this thread's bulk stores have read shared memory.
+// Waits until all but the newest kPending groups of this thread's bulk stores have read shared
+// memory.
 template <int kPending = 0>
 __device__ __forceinline__ void wait_for_bulk_stores() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8 x 8 matrices, each lane's pairs written as columns: lane l gives the
-// row of matrix l / 8.
+// Stores four 8 x 8 matrices transposed: each lane's pairs become columns. Lane l passes the
+// address of a row of matrix l / 8.
 __device__ __forceinline__ void store_transposed(uint32_t address, uint32_t r0, uint32_t r1,
                                                  uint32_t r2, uint32_t r3) {
   asm volatile(
@@ -134,7 +136,7 @@ __device__ __forceinline__ void store_transposed(uint32_t address, uint32_t r0, 
       : "memory");
 }
 
-// The same as rows.
+// Stores four 8 x 8 matrices without transposing.
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t r0, uint32_t r1,
                                                uint32_t r2, uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
@@ -142,8 +144,7 @@ __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t r0, ui
                : "memory");
 }
 
-// Warpgroup products: issue between begin_products and commit_products, then
-// wait.
+// Warpgroup products: issue them between begin_products and commit_products, then wait.
 __device__ __forceinline__ void begin_products() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -155,10 +156,10 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// A bf16 operand in shared memory: rows of 64 elements in 128 bytes, whose 16-byte parts are
-// swizzled (part ^ row % 8), one tile of 64 columns after the other. Eight rows take 1,024 bytes.
-// Where rows are contiguous along the dimension that is not summed and an operand has more than 64
-// of them, `tile_bytes` lie between two tiles.
+// The descriptor of a bf16 operand in shared memory. A tile has rows of 64 elements in 128 bytes,
+// whose 16-byte parts are swizzled (part ^ row % 8); eight rows take 1,024 bytes, and tiles of 64
+// columns follow one another. `tile_bytes`: the distance between two tiles, for an operand whose
+// contiguous dimension is not the summed one and has more than 64 elements.
 __device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t tile_bytes) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kEightRows = 1024 >> 4;
@@ -183,7 +184,7 @@ enum class Contiguous { kSummed, kOther };
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
   "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// d [64 x N] = A B, added to what is there if `add`, over 16 summed elements.
+// d [64 x N] = A B over 16 summed elements, or d += A B if `add`.
 template <Contiguous kA, Contiguous kB>
 __device__ __forceinline__ void product(float (&d)[8], uint64_t a, uint64_t b, bool add = true) {
   asm volatile(
@@ -238,7 +239,7 @@ __device__ __forceinline__ void product(float (&d)[64], uint64_t a, uint64_t b, 
         "n"(kB == Contiguous::kOther));
 }
 
-// Of 64 columns and the 64 after them in B.
+// d and others: two results of 64 columns each, those of `others` after those of `d` in B.
 template <Contiguous kA, Contiguous kB>
 __device__ __forceinline__ void product(float (&d)[32], float (&others)[32], uint64_t a, uint64_t b,
                                         bool add = true) {
@@ -255,7 +256,7 @@ __device__ __forceinline__ void product(float (&d)[32], float (&others)[32], uin
         "n"(kB == Contiguous::kOther));
 }
 
-// The same with A in registers.
+// Products with A in registers.
 template <Contiguous kB = Contiguous::kSummed>
 __device__ __forceinline__ void product(float (&d)[16], const uint32_t (&a)[4], uint64_t b,
                                         bool add = true) {

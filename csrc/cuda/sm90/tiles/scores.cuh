@@ -1,5 +1,5 @@
-// A = tril(q^ k^T) of a chunk whose q^ and k^ are in shared memory, by a warpgroup: kColumns of the
-// 64 columns, from `first` on.
+// A = tril(q^ k^T) of a chunk whose q^ and k^ are in shared memory. A warpgroup makes kColumns of
+// the 64 columns, starting at `first`.
 #pragma once
 
 #include "tiles.cuh"
@@ -19,8 +19,8 @@ __device__ __forceinline__ void begin_scores(float (&A)[kColumns / 2], const Til
   commit_products();
 }
 
-// To a tile [token][token]: zero above the diagonal, and all of it for a strong chunk. thread: of
-// the warpgroup.
+// Stores A to a tile [token][token], with zeros above the diagonal and, for a strong chunk,
+// everywhere. thread: index in the warpgroup.
 template <int kColumns>
 __device__ __forceinline__ void place_scores(const Tile& tile, const float (&A)[kColumns / 2],
                                              bool strong, int first, int thread) {

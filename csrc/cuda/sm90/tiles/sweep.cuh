@@ -1,22 +1,23 @@
-// What the sweeps that gate on their way share: a block of producer and consumer warpgroups,
-// producers first, and its shared memory, a Unit.
+// Shared parts of the sweeps that gate chunks themselves. A block has producer warpgroups, then
+// consumer warpgroups; Unit is the part of its shared memory that differs between kernels.
 #pragma once
 
 #include "cumsum.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
-constexpr int kGroups = 2;  // warpgroups of either role
+constexpr int kGroups = 2;  // producer warpgroups, and as many consumer warpgroups
 constexpr int kBlockThreads = 2 * kGroups * kGroupThreads;
 
 template <class Unit, int kThreadsOfBlock>
 struct SweepBlock {
   static constexpr int kThreads = kThreadsOfBlock;
-  Tile triangle;  // of ones, [token][token]
+  Tile triangle;  // ones on and below the diagonal, [token][token]
   Unit unit;
 };
 
-// A named barrier of one warpgroup; those of two or three warpgroups have numbers from kFirst on.
+// The named barrier of warpgroup `group` alone. The barriers of the two or three groups are
+// numbered from kFirst on.
 template <int kFirst, int kOf = 2>
 __device__ __forceinline__ void group_barrier(int group) {
   static_assert(kOf == 2 || kOf == 3);
@@ -28,7 +29,7 @@ __device__ __forceinline__ void group_barrier(int group) {
     sync_threads<kFirst + 2>(kGroupThreads);
 }
 
-// Sets the barriers of a block's stages, by one thread.
+// Initializes the barriers of a block's stages. Called by one thread.
 template <int kProducers, int kConsumers, int kOthers = 0, class Unit>
 __device__ __forceinline__ void init_stages(Unit& unit) {
   for (int stage = 0; stage < Unit::kStages; ++stage) {
@@ -37,9 +38,9 @@ __device__ __forceinline__ void init_stages(Unit& unit) {
   }
 }
 
-// Finds segment number index / each (kOfStates: a summary's segment) and makes what all warpgroups
-// need. kProducers, kConsumers: warpgroups that fill and leave a stage; kOthers: single threads
-// that leave it too.
+// Finds segment number index / each (if kOfStates, the chunks of summary number index / each) and
+// sets up the barriers and the triangle. kProducers, kConsumers: the number of warpgroups that fill
+// a stage and that release it. kOthers: single threads that also release it.
 template <int kProducers, int kConsumers, int kOthers = 0, bool kOfStates = false, class Block,
           class Index>
 __device__ __forceinline__ void start_block(Block& s, Segment& segment, const Problem& p,
@@ -50,11 +51,11 @@ __device__ __forceinline__ void start_block(Block& s, Segment& segment, const Pr
   }
   fill_triangle<Block::kThreads>(s.triangle);
   fence_for_products();
-  __syncthreads();  // the barriers, the segment and the triangle are there
+  __syncthreads();  // the barriers, the segment and the triangle are written
 }
 
-// The caller's warpgroup, producers first: one value a warp, so that the compiler knows that the
-// roles' branches do not diverge.
+// The caller's warpgroup, producers first. One value per warp, so that the compiler sees that the
+// branches of the roles do not diverge.
 __device__ __forceinline__ int warpgroup() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
 }

@@ -1,5 +1,5 @@
-// Tiles of 64 rows by 64 bf16 columns in shared memory as warpgroup products read them, and the
-// copies that fill them.
+// Tiles of 64 rows by 64 bf16 columns in shared memory, in the layout that warpgroup products read,
+// and the copies that fill them.
 #pragma once
 
 #include "cuda/device/tile.cuh"
@@ -8,21 +8,22 @@
 
 namespace gla_ext::cuda::sm90 {
 
-constexpr int kGroupThreads = 128;             // of a warpgroup
+constexpr int kGroupThreads = 128;             // threads of a warpgroup
 constexpr int kTileBytes = kTile * kTile * 2;  // [64][64] bf16
 constexpr int kRowBytes = kTile * 2;
 
-// Byte offset of 16 bytes in a tile: of a row of eight such parts, part `part`.
+// Byte offset in a tile of 16 bytes: part `part` of the eight that make up a row.
 __device__ __forceinline__ int swizzled(int row, int part) {
   return row * kRowBytes + ((part ^ (row & 7)) << 4);
 }
 
-// 64 rows of 64 bf16 in shared memory, or as they lie there in global memory. Operands of more
-// columns are several tiles, one after the other. fp32 rows take two tiles (see `RowCopier`). Not a
-// struct: with one ptxas makes other code of some kernels, and serialises products (C7511).
+// 64 rows of 64 bf16, in shared memory or with the same layout in global memory. Operands with more
+// columns are several tiles in sequence. fp32 rows take two tiles (see `RowCopier`). This is not a
+// struct: with one, ptxas generates different code for some kernels and serialises products
+// (C7511).
 using Tile = unsigned char[kTileBytes];
 
-// The T at byte `offset` of a tile, which follows from `swizzled`.
+// The T at byte `offset` of a tile. The offset comes from `swizzled`.
 template <class T>
 __device__ __forceinline__ T& in_tile(Tile& tile, int offset) {
   return *reinterpret_cast<T*>(tile + offset);
@@ -32,7 +33,7 @@ __device__ __forceinline__ const T& in_tile(const Tile& tile, int offset) {
   return *reinterpret_cast<const T*>(tile + offset);
 }
 
-// Where an operand of a product begins: at a tile, or at one of its rows or columns.
+// The start of a product's operand: a tile, or one of its rows or columns.
 struct Operand {
   uint32_t address;
 
@@ -53,8 +54,8 @@ __device__ __forceinline__ uint64_t descriptor(const Operand& x) {
   return descriptor(x.address, 0);
 }
 
-// What one product sums over, as `product` takes it: 16 rows of an operand, the i-th ones, or 16
-// columns, also of the tiles after it.
+// Descriptors of the 16 summed elements that one `product` takes: rows [16 i, 16 i + 16) of an
+// operand, or columns [16 i, 16 i + 16), which may lie in the tiles after it.
 __device__ __forceinline__ uint64_t sixteen_rows(const Operand& x, int i, int next = kTileBytes) {
   return descriptor(x.address + i * 16 * kRowBytes, next);
 }
@@ -70,14 +71,14 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
-// Where a warp of a warpgroup loads and stores [16 x 16] of a tile at once, in the layout of
-// accumulators: words 2 j + e of 16 columns are rows 8 e and up of columns 8 j and up.
+// Loads and stores of [16 x 16] elements of a tile by each warp of a warpgroup, in the layout of
+// accumulators: word 2 j + e of 16 columns holds rows from 8 e and columns from 8 j on.
 class Fragments {
  public:
   __device__ __forceinline__ Fragments() : Fragments(static_cast<int>(threadIdx.x)) {}
   __device__ __forceinline__ explicit Fragments(int thread)
       : offset_(swizzled(thread % kGroupThreads / 32 * 16 + thread % 16, thread % 32 / 16)) {}
-  // Columns [16 i, 16 i + 16) of a tile.
+  // Accesses columns [16 i, 16 i + 16) of a tile.
   __device__ __forceinline__ void load(uint32_t (&words)[4], const Operand& tile, int i) const {
     ldmatrix(words, tile.address + (offset_ ^ i << 5));
   }
@@ -90,7 +91,7 @@ class Fragments {
   uint32_t offset_;
 };
 
-// A tile of bf16 from 64 columns of accumulators of a warpgroup.
+// Stores 64 columns of a warpgroup's accumulators as a bf16 tile.
 __device__ __forceinline__ void store_tile(const Fragments& fragments, const Tile& tile,
                                            const float* d) {
 #pragma unroll
@@ -102,10 +103,11 @@ __device__ __forceinline__ void store_tile(const Fragments& fragments, const Til
   }
 }
 
-// Copies columns [first, first + 64 kTiles) of chunks of a segment, zero where there is nothing, by
-// kThreads threads of which the caller is number `thread`. A row's fp32 columns lie in two tiles:
-// of every eight, the first four in the first tile where eight bf16 columns would be, the others at
-// the same place of the second.
+// Copies columns [first, first + 64 kTiles) of the chunks of a segment into tiles. Rows and columns
+// that do not exist become zero. kThreads threads share the work; `thread` is the caller's index
+// among them. fp32 rows take two tiles: of every 8 columns, columns 0 to 3 go to the first tile and
+// columns 4 to 7 to the same place of the second, each in the 16 bytes that 8 bf16 columns would
+// take.
 template <int kTiles, int kThreads, class T = bf16>
 class RowCopier {
  public:
@@ -122,7 +124,7 @@ class RowCopier {
       shared_ = part % 2 * kTileBytes + swizzled(row_, part / 2);
   }
 
-  // Asks for the chunk's `length` rows. Addresses beyond them are never read.
+  // Issues the copies of the chunk's `length` rows. Addresses beyond them are never read.
   __device__ __forceinline__ void copy(const Tile* tiles, int length) const {
     const uint32_t shared = shared_address(tiles) + shared_;
     const int rows = inside_ ? length : 0;
@@ -150,12 +152,12 @@ class RowCopier {
   bool inside_;
 };
 
-// Copies one chunk.
+// Copies one chunk's rows.
 template <int kTiles, int kThreads, class T = bf16>
 __device__ __forceinline__ void copy_rows(const Tile* tiles, const Rows& r, const Segment& segment,
                                           int chunk, int thread, int first, int columns) {
   int32_t stride = token_offset(r, 1);
-  asm volatile("" : "+r"(stride), "+r"(thread));  // what follows takes no registers between chunks
+  asm volatile("" : "+r"(stride), "+r"(thread));  // takes no registers between chunks
   RowCopier<kTiles, kThreads, T>(r, stride, segment, chunk, thread, first, columns)
       .copy(tiles, segment.length_of(chunk));
 }

@@ -1,14 +1,16 @@
-// Sums down the tokens of a chunk by tensor cores, from the first token or from the last. A twin of
-// cumsum.cuh with the triangle of ones in registers: the gradient sweeps have no shared memory left
-// for it, and sum in both directions.
+// Sums down the tokens of a chunk by tensor cores, from the first token or from the last.
+// cumsum.cuh does the same with the triangle of ones in shared memory; here the ones are in
+// registers, because the gradient sweeps have no shared memory left for them and sum in both
+// directions.
 #pragma once
 
 #include "tiles.cuh"
 
 namespace gla_ext::cuda::sm90 {
 
-// Ones on the diagonal and on one side of it, [64 tokens][64 tokens], A of a warpgroup's products.
-enum class Ones { kUpTo, kFrom };  // column at most the row, at least the row
+// The triangle: ones on the diagonal and on one side of it, [64 tokens][64 tokens], the A operand
+// of a warpgroup's products.
+enum class Ones { kUpTo, kFrom };  // ones where column <= row, where column >= row
 
 template <Ones kOnes>
 class Triangle {
@@ -19,8 +21,8 @@ class Triangle {
     corner_ = (one(column) ? kOne : 0) | (one(column + 1) ? kOne << 16 : 0);
   }
 
-  // d [64 tokens][2 kN columns] = the sums of a tile's rows, from column `first` on, added to what
-  // is there if `add`.
+  // d [64 tokens][2 kN columns] = the sums of a tile's rows, for columns starting at `first`, or d
+  // += if `add`.
   template <int kN>
   __device__ __forceinline__ void sum(float (&d)[kN], const Tile& tile, bool add,
                                       int first = 0) const {
@@ -41,7 +43,7 @@ class Triangle {
  private:
   static constexpr uint32_t kOne = 0x3f80, kOnePair = kOne << 16 | kOne;  // bf16
   int warp_;
-  uint32_t corner_;  // of eight rows and columns on the diagonal
+  uint32_t corner_;  // the ones of an 8 x 8 block on the diagonal
 };
 
 }  // namespace gla_ext::cuda::sm90

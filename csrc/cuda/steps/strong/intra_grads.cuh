@@ -1,13 +1,14 @@
-// Backward step 6 of strong chunks, in fp32: a thread a channel and a sub-chunk of 16 tokens. Pairs
-// of tokens in different sub-chunks meet through operands decayed to the borders between them;
-// inside a sub-chunk a running product of decays goes down the tokens, which a reset makes 0.
+// Backward step 6 of strong chunks, in fp32. A thread has one channel and one sub-chunk of 16
+// tokens. Pairs of tokens in different sub-chunks are summed from operands that are decayed to the
+// borders of the sub-chunks. Inside a sub-chunk a running product of decays goes down the tokens; a
+// reset makes it 0.
 #pragma once
 
 #include "cuda/device/gates.cuh"
 
 namespace gla_ext::cuda {
 
-// Key channels of a block: fp32 tiles have fewer columns, so that three fit into 48 KiB.
+// Key channels of a block. fp32 tiles have fewer columns, so that three of them fit into 48 KiB.
 template <class Op>
 constexpr int kColumns = sizeof(Op) == 2 ? 64 : 32;
 
@@ -19,7 +20,7 @@ struct StrongTiles {
   float sums[kSubChunks][kColumns<Op>];
 };
 
-// 16 tokens of one channel of an fp32 output.
+// Stores 16 tokens of one channel of an fp32 output.
 __device__ __forceinline__ void store_column(const Rows& out, const float (&x)[kSubChunk],
                                              const Problem& p, const Chunk& chunk, int sub,
                                              int channel) {
@@ -31,7 +32,7 @@ __device__ __forceinline__ void store_column(const Rows& out, const float (&x)[k
   }
 }
 
-// dA of one row and the 16 columns of a sub-chunk.
+// Loads dA of one row and the 16 columns of a sub-chunk.
 template <class Op>
 __device__ __forceinline__ void row_of_dA(float (&x)[kSubChunk], const Op* s_dA, int row,
                                           int column) {
@@ -43,8 +44,8 @@ __device__ __forceinline__ void row_of_dA(float (&x)[kSubChunk], const Op* s_dA,
   }
 }
 
-// The pairs inside a sub-chunk, one by one, added to what other sub-chunks gave; dq and dk are
-// written, db is left.
+// Adds the pairs inside a sub-chunk, one by one, to the contributions of other sub-chunks. Writes
+// dq and dk; returns db.
 template <class Op, class In, class Gates>
 __device__ __forceinline__ void pairs(StrongTiles<Op>& s, float (&dq)[kSubChunk],
                                       float (&dk)[kSubChunk], float (&db)[kSubChunk],
@@ -73,10 +74,10 @@ __device__ __forceinline__ void pairs(StrongTiles<Op>& s, float (&dq)[kSubChunk]
     for (int i = 0; i < kC; ++i) s.q[token + i][column] = k.x[i];
   }
 
-  // This sub-chunk, pair by pair. A token and itself have no gate between them and add nothing to
-  // db.
+  // The pairs of this sub-chunk. A token's pair with itself has no gate in between and adds nothing
+  // to db.
   const Column<In> q(p.q, chunk, token, channel, p.K);
-  const auto inside = [&](int i) {  // in the order that does not spill
+  const auto inside = [&](int i) {  // for either type, the order that does not spill
     if constexpr (sizeof(Op) == 4) return i < chunk.length - token && channel < p.K;
     return channel < p.K && token + i < chunk.length;
   };
@@ -104,11 +105,11 @@ __device__ __forceinline__ void pairs(StrongTiles<Op>& s, float (&dq)[kSubChunk]
     }
     db[j] -= dk_j * k_j;
     store(p.dk_intra, j, s.k[token + j][column] + dk_j + dA(j, j) * q.x[j]);
-    store(p.dq_intra, j, dq[j] + dA(j, j) * k_j);  // whole: pairs to come are below row j
+    store(p.dq_intra, j, dq[j] + dA(j, j) * k_j);  // complete: later pairs are below row j
   }
 }
 
-// Gates: GateColumn, or FusedGateColumn.
+// Gates: GateColumn or FusedGateColumn.
 template <class Op, class In, class Gates = GateColumn>
 __device__ __forceinline__ void strong(StrongTiles<Op>& s, const Op* s_dA, const Problem& p,
                                        const Chunk& chunk, int first) {
@@ -137,7 +138,7 @@ __device__ __forceinline__ void strong(StrongTiles<Op>& s, const Op* s_dA, const
 
   float dq[kC] = {}, dk[kC] = {}, db[kC] = {};
   if (works) {
-    // Other sub-chunks: dq from earlier ones, dk from later ones.
+    // Pairs with other sub-chunks: dq from earlier ones, dk from later ones.
     float between = 1;
 #pragma unroll 1
     for (int other = sub - 1; other >= 0; --other) {
@@ -167,7 +168,7 @@ __device__ __forceinline__ void strong(StrongTiles<Op>& s, const Op* s_dA, const
       between *= s.decay[other][column];
     }
   }
-  __syncthreads();  // the tiles are read: a thread now keeps k and dk in its elements
+  __syncthreads();  // the tiles are read: a thread may now keep k and dk in its elements
   if (works) pairs<Op, In, Gates>(s, dq, dk, db, s_dA, p, chunk, sub, column, channel);
   suffix_sum(db, s.sums, sub, column);
   store_column(p.dg_intra, db, p, chunk, sub, channel);

@@ -1,13 +1,14 @@
-// Scores of strong chunks: the blocks off the diagonal by products of operands anchored at borders
-// of sub-chunks, the diagonal blocks element by element.
+// Scores of strong chunks: blocks off the diagonal as products of operands that are anchored at the
+// borders of sub-chunks, diagonal blocks element by element.
 #pragma once
 
 #include "cuda/device/gates.cuh"
 
 namespace gla_ext::cuda {
 
-// Row block I of 16 tokens has operands anchored at its start, all exponents <= 0 for gates <= 0:
-// q_i 2^(sum of I up to i), and, another tile for each I, k_j 2^(sum after j and before I).
+// Adds the scores of all row blocks I of 16 tokens off the diagonal. Their operands are anchored at
+// the start of I, so all exponents are <= 0 for gates <= 0: q_i 2^(sum of gates in I up to i), and,
+// in a new tile for each I, k_j 2^(sum of gates after j and before I).
 template <class Op, class In>
 __device__ __forceinline__ void add_anchored(float (&acc)[2][2][4], Op* s_q, Op* s_k,
                                              float (*s_sums)[kTile], const Problem& p,
@@ -22,7 +23,7 @@ __device__ __forceinline__ void add_anchored(float (&acc)[2][2][4], Op* s_q, Op*
   s_sums[sub][column] = gates.sum();
 #pragma unroll 1
   for (int block = 1; block < kSubChunks; ++block) {
-    __syncthreads();  // s_sums is written, the tiles of the product before are read
+    __syncthreads();  // s_sums is written, the previous product's tiles are read
     float prefix = 0, suffix = 0;
     for (int between = sub + 1; between < block; ++between) suffix += s_sums[between][column];
 #pragma unroll
@@ -45,14 +46,14 @@ __device__ __forceinline__ void add_anchored(float (&acc)[2][2][4], Op* s_q, Op*
 }
 
 constexpr int kDiagonalThreads = 32 * kSubChunks;
-constexpr int kDiagonalColumns = 32;  // key channels a tile
+constexpr int kDiagonalColumns = 32;  // key channels of a tile
 
 struct alignas(16) DiagonalTiles {
   static constexpr int kPitchX = kPitch<float, kDiagonalColumns>;
   float q[kTile][kPitchX], k[kTile][kPitchX], decay[kTile][kPitchX];  // [token][K]
 
-  // Adds sum_d q_id k_jd prod_(j < s <= i) decay_sd to A_ij of all i, of every second eight of the
-  // channels from `first` to `end`; for i < j the result is undefined. Lane (j, which eight).
+  // Adds sum_d q_id k_jd prod_(j < s <= i) decay_sd to A_ij for all i. A lane has one j and every
+  // second eight of the channels in [first, end). For i < j the result is undefined.
   __device__ __forceinline__ void add_products(float (&acc)[kSubChunk], int token, int first,
                                                int end) const {
     constexpr int kC = static_cast<int>(kSubChunk);
@@ -75,8 +76,8 @@ struct alignas(16) DiagonalTiles {
   }
 };
 
-// store(sub-chunk, token, j, A_ij) of all i and j, by a block of kDiagonalThreads, or of twice as
-// many: then each half sums half of the channels of a tile.
+// Calls store(sub-chunk, token, j, A_ij) for all i and j. Runs on a block of kDiagonalThreads
+// threads, or twice as many: then each half sums half of the channels of a tile.
 template <class In, int kBlockThreads, class Store>
 __device__ __forceinline__ void diagonal_blocks(DiagonalTiles& s, const Problem& p,
                                                 const Chunk& chunk, Store&& store) {
@@ -89,7 +90,7 @@ __device__ __forceinline__ void diagonal_blocks(DiagonalTiles& s, const Problem&
   const int j = lane % static_cast<int>(kSubChunk);
   float acc[kSubChunk] = {};  // A_ij for all i of this lane's j
   for (int first = 0; first < p.K; first += kDiagonalColumns) {
-    if (first > 0) __syncthreads();  // the tiles before are read
+    if (first > 0) __syncthreads();  // the previous tiles are read
     if (half == 0) {
       const GateColumn gates(p, chunk, token, first + lane);
 #pragma unroll
@@ -125,13 +126,14 @@ __device__ __forceinline__ void diagonal_blocks(DiagonalTiles& s, const Problem&
     for (int i = 0; i < kSubChunk; ++i) store(sub, token + i, j, j <= i ? p.scale * acc[i] : 0.f);
 }
 
-// The first row of what row block `block` reads of k, all row blocks' rows in one tile.
+// The first row of k for row block `block`, in a tile that has the rows of all row blocks.
 __host__ __device__ constexpr int first_row(int block) {
   return static_cast<int>(kSubChunk) * block * (block - 1) / 2;
 }
 
-// Both together, whole scores of bf16 inputs, by kThreads threads. The blocks off the diagonal are
-// those of add_anchored: here q^ is written once for all of them, and each of the six has a warp.
+// Whole scores of bf16 inputs, off and on the diagonal, by kThreads threads. The blocks off the
+// diagonal are those of add_anchored, but q^ is written once for all of them, and each of the six
+// blocks has a warp.
 struct StrongScores {
   static constexpr int kPitchX = kPitch<bf16, kTile>;
   static constexpr int kC = static_cast<int>(kSubChunk);
@@ -146,13 +148,13 @@ struct StrongScores {
   };
 
   __device__ __forceinline__ void make(const Problem& p, const Chunk& chunk) {
-    // The block off the diagonal that a warp has; of eight warps two have none.
+    // The block off the diagonal that this warp computes. Two of the eight warps have none.
     const int warp = static_cast<int>(threadIdx.x) / 32;
     const int row = 0x44333221 >> 4 * warp & 15, column = 0x00210100 >> 4 * warp & 15;
     float acc[1][2][4];  // [token, token]
     clear(acc);
     for (int first = 0; first < p.K; first += kTile) {
-      if (first > 0) __syncthreads();  // the tiles before are read
+      if (first > 0) __syncthreads();  // the previous tiles are read
       write_anchored(p, chunk, first);
       __syncthreads();  // the tiles are written
       if (row < kSubChunks)
@@ -175,7 +177,8 @@ struct StrongScores {
   }
 
  private:
-  // q_i 2^(sum of its sub-chunk up to i), and for each row block k_j 2^(sum after j and before it).
+  // Writes q_i 2^(sum of gates in its sub-chunk up to i) and, for each row block, k_j 2^(sum of
+  // gates after j and before the block).
   __device__ __forceinline__ void write_anchored(const Problem& p, const Chunk& chunk, int first) {
     const int column = static_cast<int>(threadIdx.x) % kTile;
     const int sub = static_cast<int>(threadIdx.x) / kTile, token = sub * kC;

@@ -1,11 +1,12 @@
-// Values and output gradients as they face the states, where there are gates on values:
+// Multiplies values and output gradients by their decays for the products with the states, if there
+// are gates on values:
 //
 //   v_out = v 2^(bv_C - bv)        do_in = do 2^bv
 //
 // grid    (row, chunk, head, 64 values)
 // reads   v, bv (bv_suffix) and, for backward, do [B, T, H, V]
-// writes  v_out and, for backward, do_in [B, T, H, V], of the type that products take
-// Every exponent is <= 0 for gates <= 0, so gates of any strength are safe.
+// writes  v_out and, for backward, do_in [B, T, H, V], of the operand type of products
+// With gates <= 0 every exponent is <= 0, so gates may be arbitrarily strong.
 #include "cuda/device/launch.cuh"
 
 namespace gla_ext::cuda {

@@ -4,16 +4,17 @@
 //   dk_j = dk_intra_j + 2^(b_C - b_j) (dS' v_out_j)
 //   dg_t = .. + 2^b_C rowsum_V(S 2^bv_C dS')
 //
-// and the same on the value side, where o_inter = 2^bv (scale q 2^b) S is what the state adds to o:
+// and the same on the value side, with o_inter = 2^bv (scale q 2^b) S, the state's contribution to
+// o:
 //
 //   dv_j  = dv_intra_j + 2^(bv_C - bv_j) ((k_j 2^(b_C - b_j)) dS')
 //   dgv_t = dgv_intra_t + sum_(i >= t) do_i o_inter_i + sum_(j < t) v_j dv_inter_j
 //           + 2^bv_C colsum_K(2^b_C S dS'), and 0 at a reset
 //
 // grid    (row, chunk, head, 64 key channels); (row, chunk, head, 64 values)
-// reads   q, k, b (b_suffix, g), do_in, v_out, S, dS' of the chunk and step 6's outputs; for the
-//         value side do, v, bv (bv_suffix), gv and its outputs of step 6
-// writes  dq, dk and, where there are gates, dg [B, T, H, K]; dv, dgv [B, T, H, V]
+// reads   q, k, b (b_suffix, g), do_in, v_out, S, dS' of the chunk and the outputs of step 6; on
+//         the value side do, v, bv (bv_suffix), gv and the outputs of its step 6
+// writes  dq, dk and, if there are gates, dg [B, T, H, K]; dv, dgv [B, T, H, V]
 // Accumulation, dg and dgv are fp32; kValues values or kKeys keys at a time.
 #include "cuda/steps/merge.cuh"
 
@@ -21,7 +22,7 @@ namespace gla_ext::cuda {
 namespace {
 
 template <class Op>
-constexpr int kKeys = kValues<Op>;  // key channels at a time, for the same reason
+constexpr int kKeys = kValues<Op>;  // key channels at a time; the limit is kValues'
 
 template <class Op>
 struct KeyTiles {
@@ -29,10 +30,10 @@ struct KeyTiles {
   Op q[kTile * kPitchK], k[kTile * kPitchK];           // [token][K]
   Op S[kKeys<Op> * kPitchV], dS[kKeys<Op> * kPitchV];  // [K][V]
   float b_last[kMaxHeadDim];                           // [K], zero up to a whole tile
-  float parts[kThreads / kTile][kTile];                // sums over some of K
+  float parts[kThreads / kTile][kTile];                // sums over part of K
 };
 
-// q or k of kKeys channels as they face the states.
+// Loads kKeys channels of q or k, multiplied by their decays for the products with the states.
 template <Access kAccess, class In, Decay kDecay, class Op>
 __device__ __forceinline__ void load_keys(Op* tile, const KeyTiles<Op>& s, const Problem& p,
                                           const Rows& in, const Chunk& chunk, int first_k) {
@@ -48,7 +49,7 @@ __device__ __forceinline__ void load_keys(Op* tile, const KeyTiles<Op>& s, const
   });
 }
 
-// kKeys rows of S or dS' and 64 of its columns.
+// Loads kKeys rows and 64 columns of S or dS'.
 template <Access kAccess, class In, class Op>
 __device__ __forceinline__ void load_states(Op* tile, const Problem& p, const void* states,
                                             DType dtype, int64_t state, int first_k, int first_v) {
@@ -60,8 +61,8 @@ __device__ __forceinline__ void load_states(Op* tile, const Problem& p, const vo
   });
 }
 
-// acc_o = (scale q 2^b) S, acc_v = (k 2^(b_C - b)) dS', and colsum_K(2^b_C S dS') of 64 values
-// into s_w.
+// acc_o = (scale q 2^b) S, acc_v = (k 2^(b_C - b)) dS'; colsum_K(2^b_C S dS') of 64 values goes to
+// s_w.
 template <Access kAccess, class In, class Op>
 __device__ __forceinline__ void multiply_keys(float (&acc_o)[2][2][4], float (&acc_v)[2][2][4],
                                               KeyTiles<Op>& s, float* s_w, const Problem& p,
@@ -72,13 +73,13 @@ __device__ __forceinline__ void multiply_keys(float (&acc_o)[2][2][4], float (&a
   const int64_t state = chunk.state * p.K * p.V;
   const int column = static_cast<int>(threadIdx.x) % kTile;
   const int part = static_cast<int>(threadIdx.x) / kTile;
-  float w = 0;  // of one value, over some of the rows
+  float w = 0;  // of one value, over part of the rows
   const float* b_last = rows_at<const float>(p.b, chunk) + token_offset(p.b, chunk.length - 1);
   for (int k = static_cast<int>(threadIdx.x); k < kMaxHeadDim; k += kThreads)
     s.b_last[k] = k < p.K ? b_last[k] : 0.f;
 #pragma unroll 1
   for (int first_k = 0; first_k < p.K; first_k += kN) {
-    __syncthreads();  // s.b_last is written, the tiles before are read
+    __syncthreads();  // s.b_last is written, the previous tiles are read
     load_keys<kAccess, In, Decay::kFromStart>(s.q, s, p, p.q, chunk, first_k);
     load_keys<kAccess, In, Decay::kToEnd>(s.k, s, p, p.k, chunk, first_k);
     load_states<kAccess, In>(s.S, p, p.S, p.S_dtype, state, first_k, first_v);

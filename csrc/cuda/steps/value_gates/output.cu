@@ -1,10 +1,11 @@
-// Forward step 5 with gates on values, at any strength:
+// Forward step 5 with gates on values of any strength:
 //
 //   o_i = 2^bv_i ((scale q 2^b) S)_i + sum_(j <= i) A_ij v_j 2^(bv_i - bv_j)
 //
-// For row block I of 16 tokens what the state adds decays to the start of I, and values before I
-// are anchored there; one more decay a row, to its token, serves both. Inside I a running product
-// of decays goes down the tokens, which a reset makes 0. No exponent is positive for gates <= 0.
+// For row block I of 16 tokens, the state's contribution is decayed to the start of I, and so are
+// the values before I ("anchored" there). Both then need one more decay per row, from there to the
+// row's token. Inside I, a running product of decays goes down the tokens; a reset makes it 0. With
+// gates <= 0 no exponent is positive.
 //
 // grid    (row, chunk, head, 64 values)
 // reads   q, b [B, T, H, K], A [B, T, H, C], S of the chunk, v, gv [B, T, H, V]
@@ -18,7 +19,8 @@ namespace {
 
 constexpr int kC = static_cast<int>(kSubChunk);
 
-// Values anchored at the start of sub-chunk I, 16 I of them, lie in one tile for all I.
+// The row of `anchored` where the values for sub-chunk I start. Sub-chunk I needs the 16 I values
+// before it, decayed to its start; the values for I = 1, 2, 3 are stored one after another.
 __device__ __forceinline__ constexpr int first_anchored(int I) { return kC * I * (I - 1) / 2; }
 constexpr int kAnchored = kC * (1 + 2 + 3);
 static_assert(kSubChunks == 4, "kAnchored has a term for each sub-chunk but the first");
@@ -26,16 +28,16 @@ static_assert(kSubChunks == 4, "kAnchored has a term for each sub-chunk but the 
 template <class Op>
 struct OutputTiles {
   static constexpr int kPitchX = kPitch<Op, kTile>;
-  Op a[kTile * kPitchX];  // q [token][K], then A [token][token]
+  Op a[kTile * kPitchX];  // q [token][K], replaced by A [token][token]
   union {
     Op state[kTile * kPitchX];         // [K][V]
     Op anchored[kAnchored * kPitchX];  // [token][V]
-    float rows[kTile][kTile + 8];      // [token][V]: products, so that whole columns are read
+    float rows[kTile][kTile + 8];      // [token][V]: products, from which whole columns are read
   };
-  float sums[kSubChunks][kTile];  // of a sub-chunk's gates
+  float sums[kSubChunks][kTile];  // sums of the gates over each sub-chunk
 };
 
-// acc = (scale q 2^b) S, decayed from the chunk's start to that of each row's sub-chunk.
+// acc = (scale q 2^b) S, decayed only from the chunk's start to the start of each row's sub-chunk.
 template <Access kAccess, class In>
 __device__ __forceinline__ void state_part(float (&acc)[2][2][4], OutputTiles<Operand<In>>& s,
                                            const Problem& p, const Chunk& chunk, int first_v) {
@@ -45,7 +47,7 @@ __device__ __forceinline__ void state_part(float (&acc)[2][2][4], OutputTiles<Op
   rows.load(p, p.q, p.S, p.S_dtype, chunk, 0, first_v);
 #pragma unroll 1
   for (int first_k = 0; first_k < p.K; first_k += kTile) {
-    if (first_k > 0) __syncthreads();  // the tiles of the product before are read
+    if (first_k > 0) __syncthreads();  // the tiles of the previous product are read
     rows.store(s.a, s.state, /*s_b_last, not read:*/ s.sums[0], p, chunk);
     if (first_k + kTile < p.K) rows.load(p, p.q, p.S, p.S_dtype, chunk, first_k + kTile, first_v);
     __syncthreads();  // the tiles and s.sums are written
@@ -65,7 +67,7 @@ __device__ __forceinline__ void state_part(float (&acc)[2][2][4], OutputTiles<Op
       }
 }
 
-// This thread's 16 tokens of one value channel into the anchored tile, for every later I.
+// Stores this thread's 16 tokens of one value channel in `anchored`, once for every later I.
 template <class In>
 __device__ __forceinline__ void anchor_values(OutputTiles<Operand<In>>& s,
                                               const Problem& value_side, const Chunk& chunk,
@@ -78,7 +80,7 @@ __device__ __forceinline__ void anchor_values(OutputTiles<Operand<In>>& s,
 #pragma unroll
   for (int I = 1; I < kSubChunks; ++I) {
     if (I <= sub) continue;
-    float behind = 0;  // gates after the token and before I
+    float behind = 0;  // sum of the gates after the token and before I
     for (int between = sub + 1; between < I; ++between) behind += s.sums[between][column];
     Op* to = s.anchored + (first_anchored(I) + token) * OutputTiles<Op>::kPitchX + column;
 #pragma unroll
@@ -90,8 +92,8 @@ __device__ __forceinline__ void anchor_values(OutputTiles<Operand<In>>& s,
   }
 }
 
-// o of this thread's 16 tokens of one value channel, from what came before their sub-chunk and the
-// pairs inside it.
+// Computes o for this thread's 16 tokens of one value channel, from the contribution of everything
+// before their sub-chunk and from the pairs inside it.
 template <class In>
 __device__ __forceinline__ void finish_output(const OutputTiles<Operand<In>>& s, const Problem& p,
                                               const Problem& value_side, const Chunk& chunk,

@@ -3,7 +3,8 @@
 //   S' = 2^b_C S 2^bv_C + (k 2^(b_C - b))^T v_out
 //   dS = 2^b_C dS' 2^bv_C + (scale q 2^b)^T do_in
 //
-// The sweeps of state_sweep.cuh, whose columns decay too. v_out and do_in come from gate_values.
+// These are the sweeps of state_sweep.cuh, with decaying columns too. gate_values makes v_out and
+// do_in.
 #include "cuda/steps/state_sweep.cuh"
 
 namespace gla_ext::cuda {

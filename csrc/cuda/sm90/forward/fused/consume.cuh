@@ -1,4 +1,4 @@
-// What a consumer of forward/fused and forward/small.cu does.
+// The consumer of forward/fused and forward/small.cu.
 #pragma once
 
 #include "cuda/sm90/tiles/channels.cuh"
@@ -9,7 +9,7 @@
 
 namespace gla_ext::cuda::sm90::forward {
 
-// before: chunks of the block's earlier segments.
+// before: number of chunks in the block's earlier segments.
 template <int K, int kConsumers, int kItems, class Gate>
 __device__ __forceinline__ void consume(Unit<K, kConsumers, kItems, Gate>& s, const Problem& p,
                                         const Segment& segment, int before, int group,
@@ -17,8 +17,8 @@ __device__ __forceinline__ void consume(Unit<K, kConsumers, kItems, Gate>& s, co
   const int first_v = block_v + kTile * group;
   if (segment.tail) return write_tail(p, segment, first_v);
   const bool writes_tiers = first_v == 0 && threadIdx.x % kGroupThreads == 0;
-  // Read again where there are several segments: what follows from it takes no registers in
-  // between.
+  // With several segments the thread index is read again, so that values derived from it take no
+  // registers in between.
   const auto thread = [] { return kItems > 1 ? thread_index() : static_cast<int>(threadIdx.x); };
   State<K> state;
   state.load(p, segment, first_v, thread());

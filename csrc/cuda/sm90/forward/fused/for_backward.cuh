@@ -1,5 +1,5 @@
-// What the forward sweeps that gate leave in memory for backward: prepared chunks, which they have
-// on chip anyway.
+// Stores prepared chunks for backward, from the forward sweeps that gate and have them on chip
+// anyway.
 #pragma once
 
 #include "cuda/sm90/prepare/prepared.cuh"
@@ -7,8 +7,8 @@
 
 namespace gla_ext::cuda::sm90::forward {
 
-// Stores a prepared chunk, K of 65 to 128, after `Gating`, its fence and a barrier. By one thread;
-// the stores still read the chunk when this returns.
+// Stores a prepared chunk, K of 65 to 128. Called by one thread, after `Gating`, its fence and a
+// barrier. When it returns, the stores still read the chunk.
 __device__ __forceinline__ void store_operands(unsigned char* out, const GatedChunk& chunk) {
   const auto store_factors = [&](Factor i, const float* factors) {
     constexpr int kBytes = kGroupKeys * sizeof(float);

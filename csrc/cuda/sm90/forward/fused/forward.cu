@@ -1,25 +1,28 @@
-// The whole forward of a segment and head in one sweep, for bf16 on sm_90a, and for fp32 gates
-// where there are at most 64 keys. With q^ = scale q 2^(b - r) and k^ = k 2^(r - b) a chunk is
-// ordinary linear attention,
+// The whole forward of a segment and head in one sweep, for bf16 on sm_90a; g may be fp32 if K is
+// at most 64. With q^ = scale q 2^(b - r) and k^ = k 2^(r - b) a chunk is ordinary linear
+// attention,
 //
 //   A = tril(q^ k^T)      o = A v + q^ S~      S~ = 2^r S      S' = 2^(b_C - r) (S~ + k^T v)
 //
 // and the state stays in registers.
 //
-// grid    (segment, head, 128 values); two producer and two consumer warpgroups. Heads of at most
-//         64 keys and 64 values with bf16 gates have forward/small.cu.
-// reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states; of replayed chunks g, k and v
-//         alone
-// writes  o [B, T, H, V], ht, tiers [B, slots, H, blocks]; for backward prepared chunks [B, slots,
-//         H] without A of strong ones
+// grid    (segment, head, 128 values); two producer and two consumer warpgroups. Heads with K and V
+//         of at most 64 and bf16 gates use forward/small.cu.
+// reads   q, k, g [B, T, H, K], v [B, T, H, V], h0 or segment_states; only g, k and v of replayed
+//         chunks
+// writes  o [B, T, H, V], ht, tiers [B, entries, H, blocks]; for backward prepared chunks [B,
+// entries,
+//         H], without A of strong ones
 //
-// The producers take the chunks in turn. One copies a chunk's rows into shared memory, sums the
-// gates, turns q and k into q^ and k^ in place and multiplies them: everything that does not need
-// the state. A consumer holds the state of 64 values transposed, [V][K], so that its bf16 form is
-// an operand that never leaves the registers; it multiplies by A, q^ and k^. Accumulation is fp32.
+// The producers take the chunks in turn and do everything that does not need the state: a producer
+// copies a chunk's rows into shared memory, sums the gates, turns q and k into q^ and k^ in place
+// and multiplies them. A consumer holds the state of 64 values transposed, [V][K], so that its bf16
+// form is an operand that never leaves the registers; it multiplies by A, q^ and k^. Accumulation
+// is fp32.
 //
-// A channel out of tier 1's range faces the state by q 2^b and k 2^(b_C - b), which are exact at
-// any gate. A of such a strong chunk is left out, tiers says so, and strong/output.cu adds A v.
+// A channel out of tier 1's range uses q 2^b and k 2^(b_C - b) with the state, which is exact at
+// any gate. A of such a strong chunk is left out; tiers records this, and strong/output.cu adds A
+// v.
 #include "consume.cuh"
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/device/launch.cuh"
@@ -33,7 +36,8 @@ namespace forward::fused {
 template <int K, class Gate>
 using Block = SweepBlock<Unit<K, kGroups, 1, Gate>, kBlockThreads>;
 
-// kForBackward: prepared chunks are stored, of heads of more than 64 keys and at most 128 values.
+// kForBackward: also stores the prepared chunks (q^, k^ and their factors; see
+// prepare/prepared.cuh) for backward. Used where K > 64 and V <= 128.
 template <int K, class Gate, bool kForBackward>
 __global__ void __launch_bounds__(kBlockThreads, 1) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

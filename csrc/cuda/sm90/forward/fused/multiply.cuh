@@ -1,5 +1,5 @@
-// What the consumers of the forward sweeps multiply of a chunk: o^T of a warpgroup's values, and
-// the new state except for the factors by which it leaves.
+// The consumers' products of a chunk in the forward sweeps: o^T of a warpgroup's values, and the
+// new state, except for the factors that are applied when it leaves the chunk.
 #pragma once
 
 #include "state.cuh"
@@ -9,18 +9,19 @@ namespace gla_ext::cuda::sm90::forward {
 constexpr int kPartKeys = 32;
 using StateOperand = uint32_t[2][kPartKeys / 16][4];
 
-// o^T = S~^T q^^T, added to what is there unless `first`. The state is multiplied by `factors`, in
-// the order of `quad_index` (or one of them, as it leaves, see `Leaving`), and becomes an operand
-// 32 key channels at a time: while their product runs, the next ones are made. q: q^ [token][K];
-// operand: room for two times 32.
+// Computes o^T = S~^T (q^)^T, or adds it to `o` unless `first`. The state is multiplied by
+// `factors` (an array in the order of `quad_index`, or a single factor that is applied after the
+// operand is made; see `Leaving`) and converted to bf16 operands 32 key channels at a time: while
+// the product of one part runs, the next part is converted. q: q^ [token][K]. operand: room for two
+// parts of 32 channels.
 template <int K, class Factors>
 __device__ __forceinline__ void multiply_state(float (&o)[32], State<K>& state, Factors factors,
                                                const Tile* q, StateOperand& operand, bool first) {
   static_assert(K / kPartKeys % 2 == 0);
 #pragma unroll
   for (int part = 0; part < K / kPartKeys; ++part) {
-    // The product of two rounds ago is done; its room is used again. The first of these waits has
-    // nothing to wait for, but without it ptxas waits for every product (C7517).
+    // Waits for the product of two rounds ago, whose operand is overwritten now. The first of these
+    // waits has nothing to wait for, but without it ptxas waits for every product (C7517).
     if (!first || part > 0) wait_for_products<1>();
     const int key = part * kPartKeys;
     auto& S = operand[part % 2];
@@ -33,8 +34,8 @@ __device__ __forceinline__ void multiply_state(float (&o)[32], State<K>& state, 
   }
 }
 
-// v^T [64 values][64 tokens] of a consumer as an operand: in registers, if several products read it
-// and there are enough registers, else in shared memory.
+// v^T [64 values][64 tokens] of a consumer as an operand. It is in registers if several products
+// read it and there are enough registers, else in shared memory.
 template <bool kInRegisters>
 class ValueOperand {
  public:
@@ -48,7 +49,7 @@ class ValueOperand {
                             &in_tile<bf16>(v, swizzled(token, part) + i * 16 * kRowBytes));
     }
   }
-  // d += v^T B over the i-th 16 tokens.
+  // d += v^T B over tokens [16 i, 16 i + 16).
   template <Contiguous kB, int kN>
   __device__ __forceinline__ void multiply(float (&d)[kN], int i, uint64_t b) const {
     if constexpr (kInRegisters)
@@ -62,7 +63,7 @@ class ValueOperand {
   uint32_t words_[kTile / 16][4];
 };
 
-// Issues the state's products, S~ + k^T v. k: k^ [token][key channel].
+// Issues the products of the state, S~ + k^T v. k: k^ [token][key channel].
 template <class Values, int K>
 __device__ __forceinline__ void multiply_keys(State<K>& state, const Values& v, const Tile* k) {
 #pragma unroll
@@ -78,7 +79,8 @@ struct MultipliedChunk {
   bool strong;
 };
 
-// Ends with products on their way: the newest group is the state's, those before it are o's.
+// Issues the products of a chunk. On return they still run: the newest group is the state's, the
+// earlier groups are o's.
 template <bool kValuesInRegisters, int K>
 __device__ __forceinline__ void multiply_chunk(float (&o)[32], State<K>& state,
                                                const MultipliedChunk& chunk) {

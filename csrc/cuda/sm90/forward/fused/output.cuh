@@ -1,4 +1,4 @@
-// Rows of o as the forward sweeps write them.
+// How the forward sweeps write rows of o.
 #pragma once
 
 #include "barriers.cuh"
@@ -6,7 +6,7 @@
 
 namespace gla_ext::cuda::sm90::forward {
 
-// x^T [64 values][64 rows] of a warpgroup into a tile, as rows of 64 values.
+// Stores x^T [64 values][64 rows] of a warpgroup to a tile, as rows of 64 values.
 __device__ __forceinline__ void store_transposed_tile(
     Tile& tile, const float* x, int of_block = static_cast<int>(threadIdx.x)) {
   const int thread = of_block % kGroupThreads, lane = thread % 32;
@@ -19,14 +19,14 @@ __device__ __forceinline__ void store_transposed_tile(
   }
 }
 
-// o^T [64 values][64 tokens] of a warpgroup into the tile of its v, as rows.
+// Stores o^T [64 values][64 tokens] of a warpgroup to the tile of its v, as rows.
 __device__ __forceinline__ void place_output(Tile& tile, const float (&o)[32], int group) {
   group_barrier<kConsumerBarrier>(group);  // v is read
   store_transposed_tile(tile, o);
   group_barrier<kConsumerBarrier>(group);  // o is written
 }
 
-// What a thread writes to memory: 16 bytes of every sixteenth row.
+// The part that a thread writes to memory: 16 bytes of every sixteenth row.
 struct OutputPart {
   static constexpr int kRows = 4;
   int thread = static_cast<int>(threadIdx.x);  // of the block, or of its warpgroup
@@ -36,7 +36,7 @@ struct OutputPart {
   __device__ __forceinline__ uint4 row(const Tile& tile, int i) const {
     return in_tile<uint4>(tile, swizzled(token(i), part()));
   }
-  // Writes what row(i) gives for each of the chunk's rows.
+  // Writes row(i) to each of this thread's rows that the chunk has.
   template <class Row>
   __device__ __forceinline__ void write(const Problem& p, const Segment& segment, int chunk,
                                         int first_v, Row&& row) const {
@@ -51,7 +51,7 @@ struct OutputPart {
   }
 };
 
-// place_output, then the rows to memory.
+// Calls place_output, then stores the rows to memory.
 __device__ __forceinline__ void store_output(Tile& tile, const float (&o)[32], int group,
                                              const Problem& p, const Segment& segment, int chunk,
                                              int first_v) {
@@ -60,8 +60,8 @@ __device__ __forceinline__ void store_output(Tile& tile, const float (&o)[32], i
   part.write(p, segment, chunk, first_v, [&](int i) { return part.row(tile, i); });
 }
 
-// The same in two steps, between which a chunk's stage can be given back. Where it is given back
-// before o passes, store_output is faster, which loads each row beside its store.
+// store_output in two steps, between which the stage of a chunk can be released. If the stage is
+// released before both, store_output is faster, as it loads each row just before its store.
 class OutputRows {
  public:
   __device__ __forceinline__ OutputRows(Tile& tile, const float (&o)[32], int group) {
@@ -78,16 +78,17 @@ class OutputRows {
   uint4 words_[OutputPart::kRows];
 };
 
-// Says whether a chunk is strong, to strong/output.cu.
+// Records for strong/output.cu whether a chunk is strong.
 __device__ __forceinline__ void write_tier(const Problem& p, const Segment& segment, int chunk,
                                            bool strong) {
   *reinterpret_cast<uint64_t*>(p.tiers + segment.chunk_head(p, chunk) * kMaxTierBlocks) = strong;
 }
 
-// Zeros in the rows of o after the last sequence of a packed batch, and of one that is skipped.
+// Writes zeros to the rows of o after the last sequence of a packed batch, and to those of a
+// sequence that is skipped.
 __device__ __forceinline__ void write_tail(const Problem& p, const Segment& segment, int first_v) {
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-  // Of such a sequence no chunk is strong.
+  // A skipped sequence has no strong chunks.
   if (p.tiers != nullptr && p.prepared == nullptr && is_on_pool(p) && first_v == 0)
     for (int chunk = thread; chunk < segment.chunks; chunk += kGroupThreads)
       write_tier(p, segment, chunk, false);

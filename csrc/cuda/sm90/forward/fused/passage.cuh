@@ -1,4 +1,4 @@
-// How the state passes from one chunk to the next in the forward sweeps that gate.
+// The factors of the state between two chunks, in the forward sweeps that gate.
 #pragma once
 
 #include "output.cuh"
@@ -6,18 +6,18 @@
 
 namespace gla_ext::cuda::sm90::forward {
 
-// Of a consumer. Its state is multiplied once where chunks meet: by the factor by which it leaves
-// one chunk times that by which it enters the next.
+// Used by a consumer. It multiplies its state once between two chunks: by the factor for leaving
+// one chunk times the factor for entering the next.
 template <int K>
 class Passage {
  public:
-  // factors: shared memory, for factors in the order of `State::quad_index`.
+  // factors: shared memory for factors in the order of `State::quad_index`.
   __device__ __forceinline__ explicit Passage(float (&factors)[K]) : factors_(factors) {}
 
-  // Enters a chunk with these factors, which may be overwritten as soon as the consumer has left
-  // it. `factors` are no longer read: a barrier of the consumer (in place_output, or in a replayed
-  // chunk) came after the last read. Ends with a barrier of the consumer, after which the new ones
-  // are there.
+  // Sets the factors for entering a chunk. `enter` and `leave` may be overwritten as soon as the
+  // consumer has released the chunk. The old `factors` are no longer read, because a barrier of the
+  // consumer (in place_output, or in a replayed chunk) followed the last read. This function ends
+  // with a barrier of the consumer, after which the new factors can be read.
   __device__ __forceinline__ void enter(int group, const float* enter, const float* leave) {
     const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
     if (K == kGroupThreads || thread < K) {
@@ -29,7 +29,7 @@ class Passage {
 
  private:
   float (&factors_)[K];
-  float leave_ = 1.f;  // of this thread's channel in the chunk before
+  float leave_ = 1.f;  // of this thread's channel in the previous chunk
 };
 
 }  // namespace gla_ext::cuda::sm90::forward

@@ -1,4 +1,4 @@
-// What a producer of forward/fused does.
+// The producer of forward/fused.
 #pragma once
 
 #include "for_backward.cuh"
@@ -6,7 +6,8 @@
 
 namespace gla_ext::cuda::sm90::forward {
 
-// Asks for a chunk's rows while another is gated; the consumers have left their stage long ago.
+// Issues the copies of a chunk's rows while another chunk is gated. The consumers have released
+// their stage long before.
 template <class Copy>
 struct AskBetween : NothingBetween {
   const Copy& copy;
@@ -14,8 +15,8 @@ struct AskBetween : NothingBetween {
   __device__ __forceinline__ void await_rows() const { copy(chunk); }
 };
 
-// kForBackward: prepared chunks are stored. A stage is then empty only when the stores have read it
-// too, since its next chunk is the other producer's.
+// kForBackward: also stores prepared chunks. A stage is then empty only when the stores have read
+// it too, since its next chunk belongs to the other producer.
 template <bool kForBackward, int K, class Gate>
 __device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const Tile& triangle,
                                         const Problem& p, int group, int block_v) {
@@ -56,13 +57,13 @@ __device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const Tile
     } else {
       gate(gated, p.scale);
     }
-    fence_for_products();  // and bulk stores
+    fence_for_products();  // also for bulk stores
     arrive(&s.full[stage]);
     if constexpr (kForBackward) {
       barrier();  // A is written
       if (thread == 0) store_operands(prepared_at(p, segment.chunk_head(p, chunk)), gated);
     }
-    if constexpr (!kAhead) copy(chunk + kGroups);  // waits for the consumers of the chunk before
+    if constexpr (!kAhead) copy(chunk + kGroups);  // waits for the consumers of the previous chunk
     if constexpr (kForBackward) {
       if (thread == 0) {
         wait_for_bulk_stores();

@@ -1,6 +1,6 @@
-// The state as the forward sweeps hold it, transposed, in the registers of a warpgroup: o needs it
-// as the A operand of a product. Its twin states/fused/state.cuh holds it as [K][V], for sweeps
-// that only add to it and write it.
+// The state of the forward sweeps, transposed, in the registers of a warpgroup, since o needs it as
+// the A operand of a product. states/fused/state.cuh holds it as [K][V], for sweeps that only add
+// to it and write it.
 #pragma once
 
 #include <type_traits>
@@ -11,13 +11,13 @@
 
 namespace gla_ext::cuda::sm90::forward {
 
-// One factor of all key channels, by which a state leaves a chunk: it is multiplied once the
-// operand that meets the chunk's queries is made.
+// A single factor of all key channels, by which the state leaves a chunk. The state is multiplied
+// by it after the operand for the chunk's queries is made.
 struct Leaving {
   float decay;
 };
 
-// What a consumer holds of the state, [64 values][K], key channels from `first_k` on.
+// The part of the state that a consumer holds: [64 values][K], key channels from `first_k` on.
 template <int K>
 struct State {
   static constexpr int kChannels = K;
@@ -29,7 +29,7 @@ struct State {
     for (int i = 0; i < K / 2; ++i) x[i] = 0;
   }
 
-  // f(x, key, value), for thread number `thread` of the block
+  // Calls f(x, key, value) for each element of thread number `thread` of the block.
   template <class F>
   __device__ __forceinline__ void for_elements(const Problem& p, int first_v, int thread, F&& f) {
     const int lane = thread % 32, row = thread % kGroupThreads / 32 * 16 + lane / 4;
@@ -40,7 +40,7 @@ struct State {
     }
   }
 
-  // entering_v_first: segment_states lie [V][K].
+  // entering_v_first: segment_states are stored as [V][K].
   __device__ __forceinline__ void load(const Problem& p, const Segment& segment, int first_v,
                                        int thread = static_cast<int>(threadIdx.x),
                                        bool entering_v_first = false) {
@@ -68,7 +68,7 @@ struct State {
     write(p, final_state(p, segment.n, segment.head), first_v, thread, [](int) { return 1.f; });
   }
 
-  // Writes it, times factor(key channel, from `first_k` on).
+  // Writes the state times factor(key channel - first_k).
   template <class Factor>
   __device__ __forceinline__ void write(const Problem& p, const StateMatrix& to, int first_v,
                                         int thread, Factor&& factor) {
@@ -82,8 +82,8 @@ struct State {
     });
   }
 
-  // Multiplies kKeys key channels from `first` on by factors, which lie in the order of
-  // `quad_index`, and makes an operand of them.
+  // Multiplies kKeys key channels, starting at `first`, by factors in the order of `quad_index`,
+  // and makes a product's operand of them.
   template <int kKeys>
   __device__ __forceinline__ void pass(int first, const float* factors,
                                        uint32_t (&operand)[kKeys / 16][4]) {
@@ -95,7 +95,7 @@ struct State {
       for (int e = 0; e < 4; ++e) operand[j][e] = pack(y[2 * e], y[2 * e + 1]);
     }
   }
-  // Makes an operand of the key channels, then multiplies them by one factor.
+  // Makes an operand of the key channels, then multiplies the channels by one factor.
   template <int kKeys>
   __device__ __forceinline__ void pass(int first, Leaving leaving,
                                        uint32_t (&operand)[kKeys / 16][4]) {
@@ -108,7 +108,7 @@ struct State {
       for (int e = 0; e < 8; ++e) y[e] *= leaving.decay;
     }
   }
-  // The same with what bf16 rounds away as a second operand.
+  // Like the previous one, with a second operand for the part that rounding to bf16 loses.
   template <int kKeys>
   __device__ __forceinline__ void pass(int first, Leaving leaving, uint32_t (&high)[kKeys / 16][4],
                                        uint32_t (&low)[kKeys / 16][4]) {
@@ -125,13 +125,13 @@ struct State {
       for (int e = 0; e < 8; ++e) y[e] *= leaving.decay;
     }
   }
-  // Only multiplies by such factors.
+  // Multiplies by factors in the order of `quad_index`, without an operand.
   __device__ __forceinline__ void pass(const float* factors) {
 #pragma unroll
     for (int k = 0; k < K; k += 16) pass_quads(k, factors, static_cast<int>(threadIdx.x) % 4);
   }
-  // Index of a key channel's factor in the order in which the four of sixteen channels that a
-  // thread holds are adjacent.
+  // Index of a key channel's factor in an order that makes the four channels adjacent that a thread
+  // holds of each sixteen.
   static __device__ __forceinline__ int quad_index(int channel) {
     return channel / 16 * 16 + channel % 8 / 2 * 4 + channel / 8 % 2 * 2 + channel % 2;
   }
@@ -154,8 +154,8 @@ struct State {
   }
 
  private:
-  // Multiplies sixteen channels from `first` on; returns the first of their elements. t: the lane
-  // in its quad.
+  // Multiplies the sixteen channels from `first` on and returns a pointer to the first of their
+  // elements. t: the lane's index in its quad.
   __device__ __forceinline__ float* pass_quads(int first, const float* factors, int t) {
     const float4 f = *reinterpret_cast<const float4*>(factors + first + 4 * t);
     float* y = x + first / 2;
@@ -170,13 +170,13 @@ struct State {
   }
 };
 
-// Writes a checkpoint if the chunk ends at one. leave: factors by which the state leaves the chunk,
-// in the order of the key channels.
+// Writes a checkpoint if one ends at this chunk. leave: factors by which the state leaves the
+// chunk, in the order of the key channels.
 template <int K>
 __device__ __forceinline__ void keep_state(const Problem& p, const Segment& segment, int chunk,
                                            State<K>& state, int first_v, const float* leave) {
   const StateMatrix kept = checkpoint_after(p, segment, chunk);
-  if (kept.data != nullptr)  // by the thread's index, so that no address is made before
+  if (kept.data != nullptr)  // thread_index(): no address is computed before
     state.write(p, kept, first_v, thread_index(), [&](int k) { return leave[k]; });
 }
 

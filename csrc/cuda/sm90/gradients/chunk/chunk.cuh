@@ -1,5 +1,5 @@
-// All gradients of a chunk, for gradients/chunk, and for gradients/chunk_pair where a chunk has no
-// neighbour.
+// All gradients of one chunk, for gradients/chunk, and for chunks without a partner in
+// gradients/chunk_pair.
 #pragma once
 
 #include "products.cuh"
@@ -7,7 +7,7 @@
 
 namespace gla_ext::cuda::sm90::gradients::chunk {
 
-// Zeros in the gradients of the tokens after the last sequence.
+// Writes zeros to the gradients of the tokens after the last sequence.
 template <class Gate, int kTiles>
 __device__ __forceinline__ void clear_gradients(const Problem& p, const Chunk& chunk) {
   clear_rows<bf16, kTiles>(p.dq, chunk, p.K);
@@ -25,7 +25,7 @@ __device__ __forceinline__ void make_gradients(Shared<kTiles>& s, const Problem&
   else
     gate_operands<Gate>(s, p, chunk, strong);
   fence_for_products();
-  __syncthreads();  // q^ and k^ are there; k_out and b_C too, and s.sums().gates is read
+  __syncthreads();  // q^ and k^ are written, also k_out and b_C; s.sums().gates is read
   scores(s, p, chunk, strong);
 
   Accumulators<kTiles> acc;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void make_gradients(Shared<kTiles>& s, const Problem&
   sum_inter(s, s.k, acc);
   const ChannelPair<kGroupsFor<kTiles>> pair;
   const ChannelPairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
-  wait_for_copies<0>();  // all of q^ is there
+  wait_for_copies<0>();  // all of q^ has arrived
   if (!strong) {
     fence_for_products();
     __syncthreads();  // dA is written

@@ -1,4 +1,4 @@
-// gradients/chunk: rows and states into shared memory, and rows out of it.
+// gradients/chunk: copies of rows and states into shared memory, and of rows out of it.
 #pragma once
 
 #include "cuda/sm90/states/tiles.cuh"
@@ -7,7 +7,8 @@
 
 namespace gla_ext::cuda::sm90::gradients::chunk {
 
-// Zeros in a chunk's rows of an output, in little code, since all other chunks' code jumps over it.
+// Writes zeros to a chunk's rows of an output. The code is kept small, since all other chunks jump
+// over it.
 template <class T, int kTiles>
 __device__ __forceinline__ void clear_rows(const Rows& r, const Chunk& chunk, int columns) {
   using OfBlock = Mover<kGroupsFor<kTiles>>;
@@ -19,7 +20,7 @@ __device__ __forceinline__ void clear_rows(const Rows& r, const Chunk& chunk, in
       store8(own_rows_at<T>(r, chunk) + token_offset(r, row) + column, Eight<T>{});
 }
 
-// Asks for 64 values of do and v, from `first` on.
+// Copies 64 values of do and v, starting at `first`.
 template <int kTiles>
 __device__ __forceinline__ void copy_values(Shared<kTiles>& s, const Problem& p, const Bases& bases,
                                             int length, int first) {
@@ -33,7 +34,7 @@ __device__ __forceinline__ void copy_values(Shared<kTiles>& s, const Problem& p,
                              token_offset(p.v, 1), length, inside);
 }
 
-// Asks for the same columns of the states: rows, or tiles, by one thread. index: of the matrix.
+// Copies the same columns of the states: as rows, or as tiles by one thread. index: of the matrix.
 template <int kTiles>
 __device__ __forceinline__ void copy_states(Shared<kTiles>& s, const Problem& p, const Bases& bases,
                                             int64_t index, int first) {
@@ -57,7 +58,7 @@ __device__ __forceinline__ void copy_states(Shared<kTiles>& s, const Problem& p,
   }
 }
 
-// Writes dv of 64 values from shared memory to memory.
+// Writes 64 values of dv from shared memory to memory.
 template <int kTiles>
 __device__ __forceinline__ void write_values(const Shared<kTiles>& s, const Problem& p, int first) {
   const Mover<kGroupsFor<kTiles>> mover;

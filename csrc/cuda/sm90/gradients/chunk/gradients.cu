@@ -1,25 +1,24 @@
-// Backward steps 1, 3 (of A) to 7 of a chunk in one kernel, for bf16 on sm_90a. Per key channel,
-// with q^ = scale q 2^(b - from), k^ = k 2^(to - b) and k_out = k 2^(b_C - b),
+// Backward steps 1 and 4 to 7 of a chunk, and its A (forward step 3), in one kernel, for bf16 on
+// sm_90a. For a key channel, with q^ = scale q 2^(b - from), k^ = k 2^(to - b) and k_out = k 2^(b_C
+// - b):
 //
 //   A  = tril(q^ k^T)                        dv = A^T do + k_out dS'        dA = tril(do v^T)
 //   x  = 2^from do S^T + dA k^               dq = scale 2^(b - from) x
 //   y  = 2^(b_C - to) v dS'^T + dA^T q^      dk = 2^(to - b) y
 //   dg_t = sum_(i >= t) [q^ x - k^ y]_i + sum_j k^_j 2^(b_C - to) (v dS'^T)_j + 2^b_C rowsum(S dS')
 //
-// In tier 1 from = to = r. Strong chunks have from = 0 and to = b_C, which is exact at any gate,
-// and q and k unrounded in dg; their A is given, and dA's terms are dq_intra, dk_intra and
-// dg_intra.
+// In tier 1, from = to = r. A strong chunk has from = 0 and to = b_C, which is exact at any gate,
+// and its dg uses q and k unrounded. Its A is an input, and dA's terms come as dq_intra, dk_intra
+// and dg_intra.
 //
-// For K above 64 q^ and k^ are those of prepare.cu, where from and to follow from each channel's
-// b_C, not from the chunk's tier, and the states come scaled, S~ = 2^from S and dS~ = 2^(b_C - to)
-// dS' (S and dS' in a channel out of range). Then k_out dS' is k^ dS~, and no accumulator is
-// scaled.
+// For K above 64, prepare.cu has made q^ and k^; there from and to follow from each channel's b_C,
+// not from the chunk's tier. The states come scaled: S~ = 2^from S and dS~ = 2^(b_C - to) dS' (S
+// and dS' in a channel out of range). Then k_out dS' is k^ dS~, and no accumulator is scaled.
 //
-// grid    (row, chunk, head); a warpgroup for each 64 key channels, four for 129 to 192
-// reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers, S, dS' [K, V] of the chunk; of strong
-//         chunks dq_intra, dk_intra, dg_intra [B, T, H, K] and A [B, T, H, C]. For K above 64
-//         prepared chunks, A of strong ones alone, states as tiles, and q and k of strong chunks
-//         alone
+// grid    (row, chunk, head); a warpgroup for each 64 key channels, four for K of 129 to 192
+// reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers, S, dS' [K, V] of the chunk; for strong
+//         chunks dq_intra, dk_intra, dg_intra [B, T, H, K] and A [B, T, H, C]. For K above 64:
+//         prepared chunks (A of strong ones only), states as tiles, q and k of strong chunks only
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V]
 // Accumulation, b and dg are fp32; 64 values at a time.
 #include "chunk.cuh"

@@ -6,7 +6,8 @@
 
 namespace gla_ext::cuda::sm90::gradients::chunk {
 
-// Asks for the first values and the states' columns of them, and notes where the others are.
+// Starts the copies of the first values and of the states' columns for them, and stores where the
+// later ones are.
 template <int kTiles>
 __device__ __forceinline__ void start_values(Shared<kTiles>& s, const Problem& p,
                                              const Chunk& chunk) {
@@ -24,7 +25,7 @@ __device__ __forceinline__ void start_values(Shared<kTiles>& s, const Problem& p
   }
 }
 
-// Asks for q^ or k^ of a prepared chunk, tiles from `first` on.
+// Copies q^ or k^ of a prepared chunk, tiles from `first` on.
 template <int kTiles>
 __device__ __forceinline__ void copy_operands(Tile (&tiles)[kTiles], const unsigned char* operands,
                                               int first = 0) {
@@ -40,11 +41,11 @@ __device__ __forceinline__ void copy_operands(Tile (&tiles)[kTiles], const unsig
   }
 }
 
-// q^ and k^ as prepare.cu has made them; the first values are then on their way.
+// Loads q^ and k^ that prepare.cu has made. On return the first values are still being copied.
 template <int kTiles>
 __device__ __forceinline__ void load_operands(Shared<kTiles>& s, const Problem& p,
                                               const Chunk& chunk) {
-  const unsigned char* operands = prepared_at(p, chunk.slot);
+  const unsigned char* operands = prepared_at(p, chunk.entry);
   copy_operands(s.q, operands);
   copy_operands(s.k, operands + offsetof(KeyGroup, k));
   commit_copies();
@@ -52,9 +53,9 @@ __device__ __forceinline__ void load_operands(Shared<kTiles>& s, const Problem& 
   wait_for_copies<1>();  // all but the values
 }
 
-// Makes q^, k^, k_out and b_C, while the first values are on their way. A twin of gate_rows in
-// prepare/prepare.cu, from rows that never pass shared memory: q, k and g are in registers, and
-// k_out is written too.
+// Makes q^, k^, k_out and b_C while the first values are copied. gate_rows in prepare/prepare.cu
+// does the same from rows in shared memory; here q, k and g are in registers, and k_out is made
+// too.
 template <class Gate>
 __device__ __forceinline__ void gate_operands(Shared<1>& s, const Problem& p, const Chunk& chunk,
                                               bool strong) {

@@ -1,4 +1,4 @@
-// gradients/chunk: what warpgroups multiply.
+// gradients/chunk: the products of the warpgroups.
 #pragma once
 
 #include "cuda/sm90/tiles/lane_rows.cuh"
@@ -6,13 +6,13 @@
 
 namespace gla_ext::cuda::sm90::gradients::chunk {
 
-// Asks for A, of a strong chunk or of a chunk pair.
+// Copies A of a strong chunk or of a chunk pair.
 template <int kTiles>
 __device__ __forceinline__ void copy_scores(Shared<kTiles>& s, const Problem& p,
                                             const Chunk& chunk) {
   constexpr int kGroups = kGroupsFor<kTiles>;
   if constexpr (kReady<kTiles>) {
-    const unsigned char* A = prepared_at(p, chunk.slot, kGroupsOf<kTiles>);
+    const unsigned char* A = prepared_at(p, chunk.entry, kGroupsOf<kTiles>);
 #pragma unroll
     for (int at = 0; at < kTileBytes; at += kGroups * kGroupThreads * 16) {
       const int offset = thread_index() * 16 + at;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void copy_scores(Shared<kTiles>& s, const Problem& p,
   }
 }
 
-// A of the chunk into shared memory.
+// Puts A of the chunk into shared memory.
 template <int kTiles>
 __device__ __forceinline__ void scores(Shared<kTiles>& s, const Problem& p, const Chunk& chunk,
                                        bool strong) {
@@ -46,15 +46,16 @@ __device__ __forceinline__ void scores(Shared<kTiles>& s, const Problem& p, cons
   store_scores(s.A, A);
 }
 
-// What a warpgroup makes of x and y. A single one makes both, of 64 key channels. Of several, each
-// makes x or y of 128 key channels: products that wide read do and v from shared memory less often.
-// Where the number of tiles is odd, one of each makes the last tile alone.
+// The part of x and y that a warpgroup makes. A single warpgroup makes both, for 64 key channels.
+// If there are several, each makes x or y of 128 key channels: such wide products read do and v
+// from shared memory less often. If the number of tiles is odd, one warpgroup of each kind makes
+// only the last tile.
 template <int kTiles>
 struct Part {
   static constexpr int kGroups = kGroupsFor<kTiles>;
   const int group = Place().group;
 
-  // For the i-th accumulators.
+  // Whether the i-th accumulators are of x.
   __device__ __forceinline__ bool makes_x(int i = 0) const {
     return kTiles == 1 ? i == 0 : group < kGroups / 2;
   }
@@ -64,12 +65,13 @@ struct Part {
     else
       return 2 * half() + i;
   }
-  // Its number among the warpgroups that make the same.
+  // The warpgroup's number among those that make the same of x and y.
   __device__ __forceinline__ int half() const {
     static_assert(kTiles > 1);
     return group % (kGroups / 2);
   }
-  // f(whether it makes two tiles), in separate branches: otherwise ptxas serialises the products.
+  // Calls f(whether it makes two tiles) in separate branches: otherwise ptxas serialises the
+  // products.
   template <class F>
   __device__ __forceinline__ void by_width(F&& f) const {
     if constexpr (kHasAbsent<kTiles>) {
@@ -91,7 +93,7 @@ struct Accumulators {
     clear(d[0]);
     clear(d[1]);
   }
-  // f(d[i], whether of x, tile)
+  // Calls f(d[i], whether of x, tile) for each of the accumulators.
   template <class F>
   __device__ __forceinline__ void for_tiles(F&& f) {
     const Part<kTiles> part;
@@ -99,7 +101,7 @@ struct Accumulators {
     for (int i = 0; i < 2; ++i)
       if (!kHasAbsent<kTiles> || part.tile(i) < kTiles) f(d[i], part.makes_x(i), part.tile(i));
   }
-  // Adds A B of two tiles, or of one.
+  // Adds A B for two tiles of B, or for one.
   template <Contiguous kA, Contiguous kB, bool kTwo>
   __device__ __forceinline__ void multiply_tiles(std::bool_constant<kTwo>, const Operand& A,
                                                  const Operand& B) {
@@ -108,7 +110,7 @@ struct Accumulators {
     else
       multiply<kA, kB>(d[0], A, B);
   }
-  // Adds do S^T, v dS^T, of tiles [64 of K][64 values].
+  // Adds do S^T and v dS^T, where the states are tiles [64 of K][64 values].
   template <class TwoTiles>
   __device__ __forceinline__ void multiply_states(const Part<kTiles>& part, TwoTiles two,
                                                   const Operand& d_o, const Operand& v,
@@ -122,7 +124,7 @@ struct Accumulators {
                                        (part.makes_x() ? S : dS).from_tile(part.tile()));
     }
   }
-  // Adds dA k^ and dA^T q^, and waits for them.
+  // Adds dA k^ and dA^T q^, and waits for the products.
   __device__ __forceinline__ void multiply_scores(const Tile& dA, const Tile (&k)[kTiles],
                                                   const Tile (&q)[kTiles]) {
     constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
@@ -135,7 +137,7 @@ struct Accumulators {
       wait_for_products<0>();
     } else {
       part.by_width([&](auto two) {
-        if (part.makes_x()) {  // separate branches, or ptxas serialises the products
+        if (part.makes_x()) {  // separate branches: otherwise ptxas serialises the products
           begin_products();
           multiply_tiles<kSummed, kOther>(two, dA, k[part.tile()]);
           commit_products();
@@ -167,7 +169,7 @@ __device__ __forceinline__ void add_states(float& sum,
   }
 }
 
-// Everything that is summed over values: dv, do S^T, v dS'^T, do v^T and rowsum(S dS').
+// Computes everything that is summed over values: dv, do S^T, v dS'^T, do v^T and rowsum(S dS').
 template <int kTiles, int kN>
 __device__ __forceinline__ void multiply_values(Accumulators<kTiles>& acc, float (&dA)[kN],
                                                 Shared<kTiles>& s, const Problem& p) {
@@ -175,7 +177,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<kTiles>& acc, float
   constexpr bool kInTurn = Shared<kTiles>::kInTurn;
   Operand k_out = s.k[0];
   if constexpr (!kReady<kTiles>) k_out = s.own.k_out;
-  float sum = 0;  // of states
+  float sum = 0;  // sum over the states
   LaneRows<32> dv_rows;
   const auto write_dv = [&](int first) {
     const int column = first + thread_index() / kGroupThreads * 32 % kTile;
@@ -186,8 +188,8 @@ __device__ __forceinline__ void multiply_values(Accumulators<kTiles>& acc, float
     const bool more = first + kTile < p.V;
     wait_for_copies<0>();
     if constexpr (kReady<kTiles>) s.wait_for_states(first);
-    fence_for_products();  // of copies, and before bulk copies to where states were read
-    __syncthreads();  // the values, the states and A are there, dv of the values before is read
+    fence_for_products();  // for copies, and before bulk copies over states that were read
+    __syncthreads();       // values, states and A have arrived; the previous dv is read
     const auto copy_next = [&] {
       copy_values(s, p, s.bases, s.chunk.length, first + kTile);
       copy_states(s, p, s.bases, s.chunk.state, first + kTile);
@@ -199,7 +201,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<kTiles>& acc, float
     const Operand d_o = values.d_o, v = values.v;
     const Part<kTiles> part;
     const auto multiply_all = [&](auto makes_dv, auto two) {
-      constexpr int kValues = kInTurn ? 32 : kColumns;  // of dv
+      constexpr int kValues = kInTurn ? 32 : kColumns;  // columns of dv
       const int column = part.group * kValues % kTile;
       float dv[kValues / 2];
       clear(dv);
@@ -233,7 +235,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<kTiles>& acc, float
       if (kReady<kTiles> && !s.kAhead) fence_for_products();  // the states are read
       __syncthreads();  // dv is written, the operands are read
       if (s.kAhead)
-        copy_operands(s.q, prepared_at(p, s.chunk.slot), s.kKeptTiles);
+        copy_operands(s.q, prepared_at(p, s.chunk.entry), s.kKeptTiles);
       else if (more)
         copy_next();
     }
@@ -249,7 +251,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<kTiles>& acc, float
   if (thread_index() % 2 == 0) s.sums().states[channel] = sum;
 }
 
-// Brings both accumulators to the scale of the products inside the chunk.
+// Scales both accumulators to match the products inside the chunk.
 __device__ __forceinline__ void scale_inter(Accumulators<1>& acc, const Shared<1>& s, bool strong) {
   const Place at;
 #pragma unroll
@@ -269,7 +271,7 @@ __device__ __forceinline__ void scale_inter(Accumulators<1>& acc, const Shared<1
   }
 }
 
-// For the key channels of a tile: the sum of an operand times accumulators over each warp's tokens.
+// For the key channels of a tile: sums an operand times accumulators over the tokens of each warp.
 template <int kTiles>
 __device__ __forceinline__ void sum_tokens(float (&to)[kSubChunks][Shared<kTiles>::kChannels],
                                            const Tile (&operand)[kTiles], const float (&d)[32],
@@ -288,7 +290,7 @@ __device__ __forceinline__ void sum_tokens(float (&to)[kSubChunks][Shared<kTiles
     sums[2 * j] = sum.x;
     sums[2 * j + 1] = sum.y;
   }
-  // Lane 4 g + t is left with pair t of the g-th eight columns, summed over the warp's rows.
+  // Now lane 4 g + t has pair t of the g-th eight columns, summed over the warp's rows.
   fold_rows<4>(sums);
   fold_rows<2>(sums);
   fold_rows<1>(sums);
@@ -296,7 +298,7 @@ __device__ __forceinline__ void sum_tokens(float (&to)[kSubChunks][Shared<kTiles
   pair_at(to[warp], tile * kTile + 8 * g + 2 * at.t) = make_float2(sums[0], sums[1]);
 }
 
-// The same for y: what dg owes to k through the states that leave the chunk.
+// Sums k^ y over tokens: the contribution to dg of k through the states that leave the chunk.
 template <int kTiles>
 __device__ __forceinline__ void sum_inter(Shared<kTiles>& s, const Tile (&k)[kTiles],
                                           Accumulators<kTiles>& acc) {

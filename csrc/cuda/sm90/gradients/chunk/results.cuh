@@ -20,7 +20,7 @@ __device__ __forceinline__ void store_accumulators(float (&to)[2][kTiles][kTile 
   });
 }
 
-// The channel pair's elements, one token after the other.
+// The channel pair's elements in successive tokens.
 template <class T>
 struct ChannelPairRow {
   T* at;
@@ -46,9 +46,9 @@ __device__ __forceinline__ float2 read_own_pair(const Rows& r, const Chunk& chun
   return read_pair(own_rows_at<const T>(r, chunk), r, token, channel);
 }
 
-// dq and dk from x and y, a thread a channel pair in a sub-chunk. terms: what dg sums of them. In
-// tier 1 they are formed from the rounded operands, since those made the pairs that must cancel; in
-// strong chunks from q and k.
+// Writes dq and dk from x and y; a thread has a channel pair in a sub-chunk. terms: what dg sums
+// over tokens. In tier 1 the terms are formed from the rounded operands, because the pairs that
+// must cancel were made of these; in strong chunks from q and k.
 template <bool kStrong, class Gate, int kTiles>
 __device__ __forceinline__ void write_inputs(float2 (&terms)[kSubChunk], Shared<kTiles>& s,
                                              const ChannelPairColumn<Gate>& gates, const Problem& p,
@@ -73,7 +73,7 @@ __device__ __forceinline__ void write_inputs(float2 (&terms)[kSubChunk], Shared<
     float2 dk = make_float2(exp2_ftz(rx.to - b.x), exp2_ftz(ry.to - b.y));
     dq = dq * x;
     dk = dk * y;
-    float2 to_q, to_k;  // what dg sums
+    float2 to_q, to_k;  // the terms of dg
     if constexpr (kStrong) {
       const float2 none = make_float2(0.f, 0.f);
       to_q = there ? read_own_pair<bf16>(p.q, chunk, token, pair.channel) * dq : none;
@@ -98,8 +98,8 @@ __device__ __forceinline__ void write_inputs(float2 (&terms)[kSubChunk], Shared<
   if (kStrong) pair_at(s.sums().inter[pair.sub_chunk], pair.channel) = inter;
 }
 
-// dg, by the same threads from their terms, last token first. kScaled: rowsum(S dS') is of scaled
-// states, which lacks 2^b_C in channels out of range.
+// Writes dg, by the same threads from their terms, last token first. kScaled: rowsum(S dS') was
+// made from scaled states, so it lacks 2^b_C in channels out of range.
 template <bool kStrong, bool kScaled, class Gate, int kTiles>
 __device__ __forceinline__ void write_gates(const float2 (&terms)[kSubChunk], Shared<kTiles>& s,
                                             const ChannelPairColumn<Gate>& gates, const Problem& p,
@@ -141,7 +141,7 @@ __device__ __forceinline__ void write_gradients(Shared<kTiles>& s,
   const Chunk chunk = s.chunk;
   float2 terms[kSubChunk];
   write_inputs<kStrong>(terms, s, gates, p, chunk);
-  __syncthreads();  // the sums that dg is made of are written
+  __syncthreads();  // the sums for dg are written
   write_gates<kStrong, kScaled>(terms, s, gates, p, chunk);
 }
 

@@ -1,4 +1,4 @@
-// What the parts of gradients/chunk share: a block's shared memory.
+// The shared memory of a block of gradients/chunk.
 #pragma once
 
 #include "cuda/sm90/tiles/channels.cuh"
@@ -6,27 +6,27 @@
 
 namespace gla_ext::cuda::sm90::gradients::chunk {
 
-// Warpgroups of a block, by tiles of 64 key channels.
+// Warpgroups of a block, given the number of tiles of 64 key channels.
 template <int kTiles>
 constexpr int kGroupsFor = kTiles == 3 ? 4 : kTiles;
-// Whether some of a block's threads have no tile of their own.
+// Whether some of a block's threads have no tile.
 template <int kTiles>
 constexpr bool kHasAbsent = kTiles < kGroupsFor<kTiles>;
-// Blocks of a multiprocessor: as many as shared memory allows.
+// Blocks a multiprocessor: as many as shared memory allows.
 template <int kTiles>
 constexpr int kBlocks = kTiles == 1 ? 3 : 4 / kGroupsFor<kTiles>;
 
-// A chunk's first values and its states.
+// The addresses of a chunk's first values and of its states.
 struct Bases {
   const bf16 *d_o, *v, *S, *dS;
   bf16* dv;
 };
 
-// Whether chunks are prepared, and S and dS' are tiles of states/prepared.cu.
+// Whether chunks are prepared, and S and dS' are tiles from states/prepared.cu.
 template <int kTiles>
 constexpr bool kReady = kTiles > 1;
 
-// What blocks need that make q^ and k^ themselves.
+// Additional memory of blocks that make q^ and k^ themselves.
 template <bool kReady>
 struct OwnOperands {};
 template <>
@@ -35,15 +35,15 @@ struct OwnOperands<false> {
   float b_last[kTile];
 };
 
-// A warpgroup has 64 / kWarpgroups columns of A and dA. kChannels: those of all threads' channel
-// pairs, also where some have no tile.
+// A warpgroup has 64 / kWarpgroups columns of A and dA. kChannels: channels of all threads' channel
+// pairs, including threads without a tile.
 template <int kTilesOfKeys>
 struct Shared {
   static constexpr int kTiles = kTilesOfKeys, kWarpgroups = kGroupsFor<kTiles>;
   static constexpr int kChannels = kWarpgroups * kTile;
-  // A block alone on its multiprocessor copies the next values, and the states' columns of them,
-  // while it multiplies. Where shared memory is full these values take the place of q^'s last two
-  // tiles, which are then copied once more.
+  // A block that is alone on its multiprocessor copies the next values, and the states' columns for
+  // them, while it multiplies. If shared memory is full, these values overwrite the last two tiles
+  // of q^, which are copied again later.
   static constexpr bool kAhead = kWarpgroups == 4, kInPlace = kTiles == 4;
   static constexpr int kBuffers = kAhead ? 2 : 1;
   struct States {
@@ -57,16 +57,16 @@ struct Shared {
     Values values[kInPlace ? 1 : kBuffers];
   };
   struct Sums {
-    float gates[kSubChunks][kChannels], dg[kSubChunks][kChannels];  // of a sub-chunk
-    // Sums of what dg owes to k through the state that leaves the chunk, over a warp's tokens; in
-    // strong chunks over a sub-chunk.
+    float gates[kSubChunks][kChannels], dg[kSubChunks][kChannels];  // sums over each sub-chunk
+    // The contribution to dg of k through the state that leaves the chunk, summed over each warp's
+    // tokens; in strong chunks over each sub-chunk.
     float inter[kSubChunks][kChannels];
     float states[kChannels];  // rowsum(S dS')
   };
   Tile q[kTiles], k[kTiles];                                         // q^ and k^, [token][K]
-  static constexpr int kKeptTiles = kInPlace ? kTiles - 2 : kTiles;  // of q^
+  static constexpr int kKeptTiles = kInPlace ? kTiles - 2 : kTiles;  // of q^, not overwritten
   using Gradients = float[2][kTiles][kTile * kTile];                 // x and y, [token][K]
-  // Sums take the place of A, or lie after x and y where they are larger.
+  // The sums take the place of A, or follow x and y if they are larger than A.
   static constexpr bool kBehind = sizeof(Sums) > kTileBytes;
   struct GradientsAndSums {
     Gradients gradients;
@@ -82,16 +82,17 @@ struct Shared {
     Tile A;  // [token][token]
     std::conditional_t<kBehind, Nothing, Sums> in_place;
   };
-  // dv of 64 values is made by all warpgroups, 64 / kWarpgroups columns each, and leaves by way of
-  // shared memory. Of four warpgroups two in turn make it, which read k^ and dS' half as often.
+  // All warpgroups make dv of 64 values, 64 / kWarpgroups columns each, and store it by way of
+  // shared memory. Of four warpgroups, two make it in alternate rounds, so that k^ and dS' are read
+  // half as often.
   static constexpr bool kInTurn = kWarpgroups == 4;
   std::conditional_t<kInTurn, Nothing, Tile> dv;  // [token][64 values]
   OwnOperands<kReady<kTiles>> own;
-  uint64_t states_full[kBuffers];  // tiles of the states are there
+  uint64_t states_full[kBuffers];  // tiles of the states have arrived
   Chunk chunk;                     // here, because accumulators need the registers
   Bases bases;
 
-  // Where 64 values from `first` on, and the states' columns of them, are.
+  // The place of the 64 values from `first` on, and of the states' columns for them.
   __device__ __forceinline__ Values& values(int first) {
     if constexpr (kInPlace) {
       if (first / kTile % 2 != 0) return *reinterpret_cast<Values*>(&q[kKeptTiles]);
@@ -107,10 +108,10 @@ struct Shared {
   __device__ __forceinline__ uint64_t& full(int first) {
     return states_full[first / kTile % kBuffers];
   }
-  // Both are in memory as tiles that one thread copies.
+  // Called if both states are in memory as tiles, which one thread copies.
   __device__ __forceinline__ void init_barriers() {
     for (uint64_t& barrier : states_full) init_barrier(&barrier, 2);
-    fence_for_products();  // and bulk copies
+    fence_for_products();  // also for bulk copies
   }
   __device__ __forceinline__ void wait_for_states(int first) {
     wait(&full(first), first / kTile / kBuffers & 1);

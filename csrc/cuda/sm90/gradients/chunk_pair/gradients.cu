@@ -1,7 +1,7 @@
-// What gradients/chunk does, for K above 128 by chunk pairs, neighbours that share one S and one
-// dS: half of the states to write and to read. With S~ of the first chunk, dS~ of the second, p =
-// 2^(b_C - to) of the first times 2^from of the second, and m1, m2 the middle factors of a state in
-// the two (1; out of range 2^b_C),
+// gradients/chunk for K above 128, by chunk pairs: two neighbouring chunks share one S and one dS,
+// so half as many states are written and read. With S~ of the first chunk and dS~ of the second, p
+// = 2^(b_C - to) of the first times 2^from of the second, and m1, m2 the middle factors of a state
+// in the two chunks (1; 2^b_C out of range):
 //
 //   do2 S~2^T  = p (m1 do2 S~1^T + (do2 v1^T) k^1)      dS~ of the first likewise:
 //   v1 dS~1^T  = p (m2 v1 dS~2^T + (v1 do2^T) q^2)      k^1 dS~1 = (p m2 k^1) dS~2 + A21^T do2
@@ -9,13 +9,13 @@
 //   rowsum(S~1 dS~1) = p (m2 rowsum(S~1 dS~2) + sum_t q^2_t (do2 S~1^T)_t)
 //   rowsum(S~2 dS~2) = p (m1 rowsum(S~1 dS~2) + sum_t k^1_t (v1 dS~2^T)_t)
 //
-// grid    (row, pair of slots, head, chunk of the pair), clusters of two blocks; four warpgroups
-// reads   as gradients/chunk over prepared chunks, their A, and q^ or k^, do or v of the other
-//         chunk
+// grid    (row, pair of entries, head, chunk of the pair), clusters of two blocks; four warpgroups
+// reads   as gradients/chunk over prepared chunks, which have A; also q^ or k^, and do or v, of the
+//         other chunk
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V]
 //
 // The two blocks send each other their sums over tokens and their halves of rowsum(S~1 dS~2). A
-// chunk without a neighbour is made as in gradients/chunk. Accumulation, b and dg are fp32; 64
+// chunk without a partner is computed as in gradients/chunk. Accumulation, b and dg are fp32; 64
 // values at a time.
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/device/launch.cuh"
@@ -32,12 +32,13 @@ constexpr int kGroups = 4;  // warpgroups of a block
 template <int kTiles>
 struct PairAccumulators : Accumulators<kTiles> {
   static_assert(kGroupsFor<kTiles> == kGroups);
-  // Half of the columns of dA; in warpgroups that make y, of do2 v1^T, in the first chunk v1 do2^T.
+  // Half of the columns of dA. In warpgroups that make y: of do2 v1^T, or in the first chunk of v1
+  // do2^T.
   float scores[kTile / 4];
   __device__ __forceinline__ PairAccumulators() { clear(scores); }
 };
 
-// How a thread scales k^: eight neighbouring key channels of every 16th token.
+// Scales k^. A thread has eight neighbouring key channels of every 16th token.
 class KeyScaler {
  public:
   __device__ __forceinline__ KeyScaler()
@@ -65,7 +66,8 @@ class KeyScaler {
   int channel_, token_;
 };
 
-// For the first chunk: A21, how the second's queries see its keys; and p m2 k^ in place of k^.
+// For the first chunk: makes A21, the scores of the second chunk's queries with this chunk's keys,
+// and replaces k^ by p m2 k^.
 template <int kTiles>
 __device__ __forceinline__ void scores_of_pair(PairShared<kTiles>& s, const Problem& p,
                                                bool second_strong) {
@@ -89,21 +91,21 @@ __device__ __forceinline__ void scores_of_pair(PairShared<kTiles>& s, const Prob
   wait_for_products<0>();
   store_columns(s.pair_scores(), A);
   if (!second_strong) return;
-  const float* middle = factors_at(p, s.other_slot(p), kMiddle, keys.channel());
+  const float* middle = factors_at(p, s.other_entry(p), kMiddle, keys.channel());
 #pragma unroll
   for (int e = 0; e < 8; ++e) by[e] = middle[e];
   __syncthreads();  // p k^ is read
   keys.scale(s.k, by);
 }
 
-// Everything that is summed over values: dv; do and v times the states, and times v and do of this
-// chunk and of the other; half of rowsum(S~ dS~).
+// Computes everything that is summed over values: dv; do and v times the states; do times v of the
+// other chunk, or v times its do; half of rowsum(S~ dS~).
 template <int kTiles>
 __device__ __forceinline__ void multiply_pair_values(PairAccumulators<kTiles>& acc,
                                                      PairShared<kTiles>& s, const Problem& p,
                                                      bool is_first) {
   constexpr int kValues = 32;
-  float sum = 0;  // of states
+  float sum = 0;  // sum over the states
   LaneRows<kValues> dv_rows;
   const auto write_dv = [&](int first) {
     const int column = first + thread_index() / kGroupThreads * 32 % kTile;
@@ -113,8 +115,8 @@ __device__ __forceinline__ void multiply_pair_values(PairAccumulators<kTiles>& a
   for (int first = 0; first < p.V; first += kTile) {
     wait_for_copies<0>();
     s.wait_for_states(first);
-    fence_for_products();  // of copies, and before bulk copies to where states were read
-    __syncthreads();       // the values, the states and A are there, the ones before are read
+    fence_for_products();  // for copies, and before bulk copies over states that were read
+    __syncthreads();       // values, states and A have arrived; earlier ones are read
     if (first + kTile < p.V)
       copy_pair_values(s, p, s.chunk, s.bases, s.other_values, s.other_length, is_first,
                        first + kTile);
@@ -157,7 +159,7 @@ __device__ __forceinline__ void multiply_pair_values(PairAccumulators<kTiles>& a
   const int last = (p.V - 1) / kTile;
   if (last % 2 == thread_index() / kGroupThreads / 2) write_dv(last * kTile);
   sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-  __syncthreads();  // all of it is read
+  __syncthreads();  // all operands are read
   if (thread_index() % 2 == 0) s.sums().states[thread_index() / 2] = sum;
 }
 
@@ -165,27 +167,27 @@ template <class Gate, int kTiles>
 __device__ __forceinline__ void make_pair_gradients(PairShared<kTiles>& s, const Problem& p,
                                                     const ChunkOfPair& pair_chunk) {
   constexpr auto kSummed = Contiguous::kSummed, kOther = Contiguous::kOther;
-  arrive_at_cluster();  // waited for before the other block's memory is written
+  arrive_at_cluster();  // waited for before writing to the other block's memory
   const bool is_first = pair_chunk.role == Role::kFirst;
   const bool strong = __any_sync(0xffffffffu, !in_tier1(p, pair_chunk.chunk));
   Chunk other_chunk = pair_chunk.chunk;
-  other_chunk.slot = other_slot(p, pair_chunk.chunk, is_first);
+  other_chunk.entry = other_entry(p, pair_chunk.chunk, is_first);
   const bool other_strong = __any_sync(0xffffffffu, !in_tier1(p, other_chunk));
   load_pair_operands(s, p, pair_chunk);
   fence_for_products();
-  __syncthreads();  // the operands and the factors are there
+  __syncthreads();  // the operands and the factors have arrived
   if (thread_index() < s.kChannels)
     s.pass[thread_index()] = s.factors().leave[thread_index()] * s.factors().enter[thread_index()];
   if (is_first) scores_of_pair(s, p, other_strong);
   PairAccumulators<kTiles> acc;
   multiply_pair_values(acc, s, p, is_first);
 
-  // The tiles of the last states are free; those beside them hold q^2 and k^1.
+  // The tiles of the last states are free. The buffer of states next to them holds q^2 and k^1.
   auto& tiles = s.states(p.V - 1).S;
   auto& operands = s.states(p.V - 1 + kTile);
   auto &other_operand = operands.S, &own_operand = operands.dS;
   auto& to_send = s.sums().dg;
-  copy_operand(s.q, p, s.chunk.slot, /*keys=*/false);
+  copy_operand(s.q, p, s.chunk.entry, /*keys=*/false);
   commit_copies();
   const Part<kTiles> part;
   if (!part.makes_x())
@@ -194,12 +196,12 @@ __device__ __forceinline__ void make_pair_gradients(PairShared<kTiles>& s, const
     store_scores(tiles[0], acc.scores, part.half());
   wait_for_copies<1>();  // all but q^
   fence_for_products();
-  __syncthreads();                   // the scores and the operands of the pair are there
+  __syncthreads();                   // the pair's scores and operands are ready
   if (part.makes_x() != is_first) {  // products with the other chunk's state
     acc.for_tiles([&](float (&d)[32], bool, int tile) {
       sum_tokens<kTiles>(to_send, is_first ? s.k : own_operand, d, tile);
       if (other_strong)
-        scale_columns(d, factors_at(p, s.other_slot(p), kMiddle, tile * kTile) + 2 * Place().t);
+        scale_columns(d, factors_at(p, s.other_entry(p), kMiddle, tile * kTile) + 2 * Place().t);
     });
     part.by_width([&](auto two) {
       begin_products();
@@ -214,25 +216,25 @@ __device__ __forceinline__ void make_pair_gradients(PairShared<kTiles>& s, const
   sum_inter<kTiles>(s, is_first ? own_operand : s.k, acc);
   const ChannelPair<kGroups> pair;
   const ChannelPairColumn<Gate> gates(p.g, p, s.chunk, pair.first, pair.channel);
-  wait_for_copies<0>();  // q^ is there
+  wait_for_copies<0>();  // q^ has arrived
   fence_for_products();
   wait_for_cluster();         // the other block has started
-  __syncthreads();            // and what is sent is written
-  if (is_first && !strong) {  // k^, of which dg sums as it was
-    copy_operand(s.k, p, s.chunk.slot, /*keys=*/true);
+  __syncthreads();            // and the sums to send are written
+  if (is_first && !strong) {  // k^ again, unscaled, for the sums of dg
+    copy_operand(s.k, p, s.chunk.entry, /*keys=*/true);
     commit_copies();
   }
   const int thread = thread_index();
   constexpr int kKeys = kTiles * kTile;
   if (thread < kKeys) {
-    const float own = strong ? *factors_at(p, s.chunk.slot, kMiddle, thread) : 1.f;
-    const float other = other_strong ? *factors_at(p, s.other_slot(p), kMiddle, thread) : 1.f;
+    const float own = strong ? *factors_at(p, s.chunk.entry, kMiddle, thread) : 1.f;
+    const float other = other_strong ? *factors_at(p, s.other_entry(p), kMiddle, thread) : 1.f;
     float& states = s.sums().states[thread];
     states *= own * s.pass[thread] * other;
     float sum = 0;
 #pragma unroll
     for (int warp = 0; warp < kSubChunks; ++warp) sum += to_send[warp][thread];
-    if (!is_first) sum *= other * s.pass[thread];  // the first's come from p m2 k^
+    if (!is_first) sum *= other * s.pass[thread];  // those of the first chunk are made of p m2 k^
     store_in_cluster(address_in(&s.other_sums[thread], is_first), states + sum);
   }
   arrive_at_cluster();
@@ -240,8 +242,8 @@ __device__ __forceinline__ void make_pair_gradients(PairShared<kTiles>& s, const
   sum_gates(s.sums().gates, gates, pair);
   __syncthreads();  // the scores are read: x and y take their place
   store_accumulators<kTiles>(s.gradients, acc);
-  wait_for_copies<0>();  // k^ is back
-  wait_for_cluster();    // the other's sums are there
+  wait_for_copies<0>();  // k^ has arrived again
+  wait_for_cluster();    // the other block's sums have arrived
   if (thread < kKeys) s.sums().states[thread] += s.other_sums[thread];
   __syncthreads();  // x, y and all sums but dg's are written
   if (strong)

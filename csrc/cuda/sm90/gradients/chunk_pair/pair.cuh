@@ -1,4 +1,4 @@
-// gradients/chunk_pair: what each chunk of a pair reads of the other.
+// gradients/chunk_pair: the data that each chunk of a pair reads from the other.
 #pragma once
 
 #include "cuda/sm90/gradients/chunk/products.cuh"
@@ -7,21 +7,21 @@
 
 namespace gla_ext::cuda::sm90::gradients::chunk_pair {
 
-using namespace chunk;  // a chunk without a neighbour is made as there
+using namespace chunk;  // computes a chunk without a partner
 
-// Slot of the other chunk of a pair.
-__device__ __forceinline__ int64_t other_slot(const Problem& p, const Chunk& chunk, bool is_first) {
-  return chunk.slot + (is_first ? p.H : -p.H);
+// Entry of the pair's other chunk.
+__device__ __forceinline__ int64_t other_entry(const Problem& p, const Chunk& chunk,
+                                               bool is_first) {
+  return chunk.entry + (is_first ? p.H : -p.H);
 }
 
-// What a state is multiplied by between the chunks: 2^(b_C - to) of the first and 2^from of the
-// second.
+// Factors of a state between the two chunks: 2^(b_C - to) of the first and 2^from of the second.
 struct PairFactors {
   static constexpr int kChannels = 2 * kGroupKeys;
   float leave[kChannels], enter[kChannels];
 };
 
-// What a block has beside that of gradients/chunk.
+// The shared memory of a block: that of gradients/chunk and the data of the pair.
 template <int kTiles>
 struct PairShared : Shared<kTiles> {
   static_assert(Shared<kTiles>::kAhead && Shared<kTiles>::kInTurn);
@@ -30,27 +30,28 @@ struct PairShared : Shared<kTiles> {
       other_values;  // of the other chunk, from value 0 on: do of the second, v of the first
   int other_length;
   bool is_first;
-  float pass[kChannels];        // the product of both factors
-  float other_sums[kChannels];  // what the other block adds to this one's rowsum(S~ dS~)
+  float pass[kChannels];        // product of `leave` and `enter`
+  float other_sums[kChannels];  // the other block's part of this block's rowsum(S~ dS~)
   alignas(1024) Tile other_tile;
 
-  // Where the other chunk's 64 values from `first` on are. Every second time they lie where q^ will
-  // be, which is copied after the values.
+  // The place of the other chunk's 64 values from `first` on. In every second round it is the place
+  // of q^, which is copied after the values.
   __device__ __forceinline__ Tile& other(int first) {
     return first / kTile % 2 != 0 ? this->q[1] : other_tile;
   }
-  // For the first chunk: A21, how the second's queries see its keys, [second's token][token].
+  // For the first chunk: A21, the scores of the second chunk's queries with this chunk's keys,
+  // [second's token][token].
   __device__ __forceinline__ Tile& pair_scores() { return this->q[0]; }
-  // Until the second states come.
+  // The factors; valid until the second states are copied.
   __device__ __forceinline__ PairFactors& factors() {
     return *reinterpret_cast<PairFactors*>(&this->operands.states[1].dS[0]);
   }
-  __device__ __forceinline__ int64_t other_slot(const Problem& p) const {
-    return chunk_pair::other_slot(p, this->chunk, is_first);
+  __device__ __forceinline__ int64_t other_entry(const Problem& p) const {
+    return chunk_pair::other_entry(p, this->chunk, is_first);
   }
 };
 
-// Asks for the factors of these slots.
+// Copies `leave` of entry `first` and `enter` of entry `second`.
 __device__ __forceinline__ void copy_factors(PairFactors& to, const Problem& p, int64_t first,
                                              int64_t second) {
   constexpr int kThreadsEach = PairFactors::kChannels / 4;
@@ -61,23 +62,23 @@ __device__ __forceinline__ void copy_factors(PairFactors& to, const Problem& p, 
     copy16(shared_address(to.enter + channel), factors_at(p, second, kEnter, channel), true);
 }
 
-// Asks for q^ or k^ of a chunk.
+// Copies q^ or k^ of a chunk.
 template <int kTiles>
-__device__ __forceinline__ void copy_operand(Tile (&tiles)[kTiles], const Problem& p, int64_t slot,
+__device__ __forceinline__ void copy_operand(Tile (&tiles)[kTiles], const Problem& p, int64_t entry,
                                              bool keys) {
-  copy_operands(tiles, prepared_at(p, slot) + (keys ? offsetof(KeyGroup, k) : 0));
+  copy_operands(tiles, prepared_at(p, entry) + (keys ? offsetof(KeyGroup, k) : 0));
 }
-// Asks for what follows the sums over values: q^ of the second chunk and k^ of the first, the other
-// chunk's in the place of S.
+// Copies the operands that are needed after the sums over values: q^ of the second chunk and k^ of
+// the first. The other chunk's operand takes the place of S.
 template <int kTiles>
 __device__ __forceinline__ void copy_operands_of_pair(PairShared<kTiles>& s, const Problem& p,
                                                       typename Shared<kTiles>::States& to) {
-  copy_operand(to.S, p, s.other_slot(p), !s.is_first);
-  copy_operand(to.dS, p, s.chunk.slot, s.is_first);
+  copy_operand(to.S, p, s.other_entry(p), !s.is_first);
+  copy_operand(to.dS, p, s.chunk.entry, s.is_first);
   commit_copies();
 }
 
-// Asks for 64 values from `first` on, of both chunks, and the states' columns of them: S~ of the
+// Copies 64 values from `first` on, of both chunks, and the states' columns for them: S~ of the
 // first chunk, dS~ of the second.
 template <int kTiles>
 __device__ __forceinline__ void copy_pair_values(PairShared<kTiles>& s, const Problem& p,
@@ -100,19 +101,19 @@ __device__ __forceinline__ void copy_pair_values(PairShared<kTiles>& s, const Pr
   copy_tiles(states.dS, p.dS);
 }
 
-// Loads k^ and A, for the first chunk also q^ of the second (where the second states will be), and
-// the factors between the chunks. The first values are then on their way.
+// Loads k^ and A, for the first chunk also q^ of the second (into the place of the second states),
+// and the factors between the chunks. On return the first values are still being copied.
 template <int kTiles>
 __device__ __forceinline__ void load_pair_operands(PairShared<kTiles>& s, const Problem& p,
                                                    const ChunkOfPair& pair) {
   const Chunk& chunk = pair.chunk;
   const bool is_first = pair.role == Role::kFirst;
-  const int64_t other_slot = chunk_pair::other_slot(p, chunk, is_first);
-  copy_operand(s.k, p, chunk.slot, /*keys=*/true);
+  const int64_t other_entry = chunk_pair::other_entry(p, chunk, is_first);
+  copy_operand(s.k, p, chunk.entry, /*keys=*/true);
   copy_scores<kTiles>(s, p, chunk);
-  if (is_first) copy_operand(s.states(kTile).S, p, other_slot, /*keys=*/false);
-  copy_factors(s.factors(), p, is_first ? chunk.slot : other_slot,
-               is_first ? other_slot : chunk.slot);
+  if (is_first) copy_operand(s.states(kTile).S, p, other_entry, /*keys=*/false);
+  copy_factors(s.factors(), p, is_first ? chunk.entry : other_entry,
+               is_first ? other_entry : chunk.entry);
   commit_copies();
   Chunk other = chunk;
   other.start += is_first ? kChunk : -kChunk;

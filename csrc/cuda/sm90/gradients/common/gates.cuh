@@ -1,4 +1,4 @@
-// For the gradient sweeps: gates of a chunk, the exponents of dq and dk, and dg.
+// For the gradient sweeps: the gates of a chunk, the exponents of dq and dk, and dg.
 #pragma once
 
 #include "cuda/sm90/prepare/prepared.cuh"
@@ -6,8 +6,8 @@
 
 namespace gla_ext::cuda::sm90::gradients {
 
-// Turns sums of gates (natural units, a chunk in tier 1) into exponents of dq and, with the other
-// sign, of dk. from_of(j): `from` of the thread's channel pair in the j-th eight.
+// Turns sums of gates (natural units, for a chunk in tier 1) into the exponents of dq. Those of dk
+// have the opposite sign. from_of(j): `from` of the thread's channel pair in the j-th eight.
 template <class F>
 __device__ __forceinline__ void to_exponents(float (&b)[32], F&& from_of) {
 #pragma unroll
@@ -19,19 +19,20 @@ __device__ __forceinline__ void to_exponents(float (&b)[32], F&& from_of) {
   }
 }
 
-// Works on a chunk, a thread a channel pair in a sub-chunk. `Queries` and `Own` are shared memory
-// of the kernel: the former has factors, states() and inter() per channel, the latter sums of the
-// gates and of dg.
+// Computes the gates' part of a chunk; a thread has a channel pair in a sub-chunk. `Queries` and
+// `Own` are shared memory of the kernel: the first has factors, states() and inter() per channel,
+// the second sums of the gates and of dg.
 template <class Gate>
 class GatePart {
  public:
   __device__ __forceinline__ GatePart(const Problem& p, const Segment& segment, int rank)
       : p_(p), segment_(segment), first_k_(rank * kTile) {}
 
-  // Whether products sum the gates of a chunk in tier 1, from a tile, which bf16 holds exactly.
+  // Whether the gates of a tier-1 chunk are summed by products, from a tile; bf16 holds them
+  // exactly.
   static constexpr bool kByProducts = std::is_same_v<Gate, bf16>;
 
-  // Where fp32 terms of dq lie in a strong chunk; `A` is read.
+  // The place of the fp32 terms of dq in a strong chunk. `A` must have been read.
   template <class Own>
   static __device__ __forceinline__ FloatTile q_terms(Own& own, Tile& A) {
     if constexpr (kByProducts)
@@ -40,7 +41,8 @@ class GatePart {
       return float_tile(own.tiles);
   }
 
-  // Asks for gates of the i-th chunk of the sweep, to where in `tile` this thread has read dg.
+  // Copies the gates of the sweep's i-th chunk to the part of `tile` from which this thread has
+  // read dg.
   template <class Own>
   __device__ __forceinline__ void copy(Own& own, int i) const {
     static_assert(kByProducts);
@@ -55,7 +57,7 @@ class GatePart {
       copy16(to + at.offset(j), from, j * WarpRows::kRowsEach < rows);
     commit_copies();
   }
-  // `to_exponents` by the factors 2^from.
+  // Calls `to_exponents` with the exponents of the factors 2^from.
   template <class Queries>
   static __device__ __forceinline__ void make_exponents(float (&b)[32], const Queries& queries,
                                                         int rank) {
@@ -64,7 +66,7 @@ class GatePart {
       return make_float2(exponent_of(factors.x), exponent_of(factors.y));
     });
   }
-  // The same from where `write_exponents` has left them.
+  // Reads the exponents that `write_exponents` has stored.
   template <class Own>
   static __device__ __forceinline__ void read_exponents(float (&exponents)[32], Own& own) {
     const Lane lane;
@@ -75,7 +77,7 @@ class GatePart {
       exponents[2 * i + 1] = pair.y;
     }
   }
-  // What dg owes to the states. All threads compute it, half of them would do.
+  // Sums the states' contribution to dg. All threads compute it, though half of them would do.
   template <class Own, class Queries>
   static __device__ __forceinline__ void sum_states(Own& own, Queries& queries, int rank) {
     const int thread = thread_index() % kGroupThreads, channel = thread % kTile;
@@ -84,7 +86,7 @@ class GatePart {
     for (int warp = 0; warp < kGroupWarps; ++warp) sum += queries.inter(rank, warp)[channel];
     if (thread < kTile) own.states()[channel] = sum;
   }
-  // What `sum_states` has summed, in all rows of accumulators.
+  // Loads the sum of `sum_states` into all rows of accumulators.
   template <class Own>
   static __device__ __forceinline__ void load_states(float (&dg)[32], Own& own) {
     const float* states = own.states() + 2 * Lane().t;
@@ -95,7 +97,7 @@ class GatePart {
       for (int e = 0; e < 4; ++e) dg[4 * j + e] = e % 2 == 0 ? pair.x : pair.y;
     }
   }
-  // fp32 dg of a chunk in tier 1 from accumulators.
+  // Writes fp32 dg of a tier-1 chunk from accumulators.
   __device__ __forceinline__ void write(const float (&dg)[32], int chunk) const {
     const Lane lane;
     const int channel = first_k_ + 2 * lane.t, rows = segment_.length_of(chunk) - lane.row;
@@ -110,13 +112,13 @@ class GatePart {
               make_float2(dg[4 * j + 2 * e], dg[4 * j + 2 * e + 1]);
   }
 
-  // Gates of the i-th chunk of the sweep, on their way to registers.
+  // Loads the gates of the sweep's i-th chunk into registers.
   __device__ __forceinline__ ChannelPairColumn<Gate> load(int i) const {
     const Place at(*this, max(0, chunk_of(segment_, i)));
     return ChannelPairColumn<Gate>(p_.g, p_, at.chunk, at.pair.first, at.channel);
   }
 
-  // Exponents of dq and, in tier 1, of dk with the other sign.
+  // Writes the exponents of dq; in tier 1 those of dk have the opposite sign.
   template <class Own, class Queries>
   __device__ __forceinline__ void write_exponents(Own& own, const FloatTile& to,
                                                   const ChannelPairColumn<Gate>& gates,
@@ -134,7 +136,7 @@ class GatePart {
     }
   }
 
-  // Strong chunks: exponents of dk.
+  // Writes the exponents of dk of a strong chunk.
   template <class Own, class Queries>
   __device__ __forceinline__ void write_strong_exponents(const Own& own, const FloatTile& to,
                                                          Queries& queries, int rank,
@@ -149,8 +151,8 @@ class GatePart {
     }
   }
 
-  // Strong chunks: dq, dk and dg, what step 6 left included. `q_terms` holds dq through the state,
-  // `k_terms` dk through the state's gradient.
+  // Writes dq, dk and dg of a strong chunk, including the contributions of step 6. `q_terms` holds
+  // dq through the state, `k_terms` dk through the state's gradient.
   template <class Own, class Queries>
   __device__ __forceinline__ void write_strong_gradients(Own& own, const FloatTile& q_terms,
                                                          const FloatTile& k_terms, Queries& queries,
@@ -198,29 +200,30 @@ class GatePart {
  private:
   // The exponent of a power of two.
   static __device__ __forceinline__ float exponent_of(float x) {
-    constexpr uint32_t kTwoTo23 = 0x4b000000;  // whose unit in the last place is 1
+    constexpr uint32_t kTwoTo23 = 0x4b000000;  // 2^23, whose unit in the last place is 1
     return __uint_as_float(kTwoTo23 | __float_as_uint(x) >> 23) - (8388608.f + 127.f);
   }
-  // q^ = q 2^(b - x) and k^ = k 2^(x - b).
+  // The references of a channel pair: q is `from` and k is `to` in q^ = q 2^(b - from), k^ = k
+  // 2^(to - b).
   struct References {
     float2 q, k;
   };
-  // Where this thread is in a chunk.
+  // This thread's position in a chunk.
   struct Place {
     ChannelPair<1> pair;
     Chunk chunk;
-    int channel, tokens;  // of this sub-chunk that are there
+    int channel, tokens;  // tokens: how many of this sub-chunk exist
 
     __device__ __forceinline__ Place(const GatePart& g, int number)
         : pair(thread_index() % kGroupThreads), channel(g.first_k_ + pair.channel) {
       const Segment& segment = g.segment_;
-      const int64_t slot = segment.chunk_head(g.p_, number);
+      const int64_t entry = segment.chunk_head(g.p_, number);
       chunk = {segment.row,
                segment.token_of(number),
                segment.length_of(number),
                segment.head,
-               slot,
-               slot,
+               entry,
+               entry,
                false};
       tokens = channel < g.p_.K ? chunk.length - pair.first : 0;
     }
@@ -231,7 +234,7 @@ class GatePart {
     __device__ __forceinline__ float2& element(const FloatTile& tile, int token) const {
       return tile.at(pair.first + token, pair.channel);
     }
-    // The references of the prepared chunk, whose b_C may be rounded otherwise than `b_last`.
+    // The references of the prepared chunk; its b_C may be rounded differently from `b_last`.
     template <class Queries>
     __device__ __forceinline__ References references(Queries& queries, int rank,
                                                      float2 b_last) const {

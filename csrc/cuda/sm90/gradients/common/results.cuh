@@ -1,4 +1,4 @@
-// For the gradient sweeps: what accumulators of a chunk become, and zeros.
+// For the gradient sweeps: gradients from a chunk's accumulators, and zeros for the tail.
 #pragma once
 
 #include "cuda/sm90/segments/segment.cuh"
@@ -6,7 +6,8 @@
 
 namespace gla_ext::cuda::sm90::gradients {
 
-// Zeros in the gradients of a segment of tokens after the last packed sequence, by a block.
+// Writes zeros to the gradients of a segment of tokens after the last packed sequence. Called by a
+// whole block.
 template <class T, int kThreads>
 __device__ __forceinline__ void clear_rows(const Rows& r, const Segment& segment, int columns) {
   const int parts = columns / 8;
@@ -25,14 +26,14 @@ __device__ __forceinline__ void clear_gradients(const Problem& p, const Segment&
   clear_rows<bf16, kThreads>(p.dv, segment, p.V);
 }
 
-// Where a chunk's gradients lie before they are written as rows.
+// The place of a chunk's gradients before they are written as rows.
 struct GradientTiles {
   Tile &dq, &dk;
-  Tile &high, &low;  // what dg sums is the sum of these
+  Tile &high, &low;  // their sum is what dg sums over tokens
 };
 
-// Turns x and y of a chunk into dq and dk, and into what dg sums, q^ x - k^ y. A warp reads and
-// writes its own rows of all tiles, which may take the places of q^ and k^.
+// Turns x and y of a chunk into dq and dk, and into the terms of dg, q^ x - k^ y. A warp reads and
+// writes only its own rows of all tiles; the results may overwrite q^ and k^.
 __device__ __forceinline__ void finish(const GradientTiles& to, const float (&x)[32],
                                        const float (&y)[32], const float (&exponents)[32],
                                        const Tile& q, const Tile& k, float scale) {
@@ -61,7 +62,7 @@ __device__ __forceinline__ void finish(const GradientTiles& to, const float (&x)
   }
 }
 
-// Strong chunks: turns x or y into dq or dk, in place of the exponents at `terms`.
+// Strong chunks: turns x or y into dq or dk, which replaces the exponents in `terms`.
 __device__ __forceinline__ void finish_strong(const float (&d)[32], const FloatTile& terms,
                                               float scale) {
   const Lane lane;

@@ -1,12 +1,12 @@
-// For the gradient sweeps: rowsum(S dS~), by the warpgroup that holds dS~.
+// For the gradient sweeps: rowsum(S dS~), on the warpgroup that holds dS~.
 #pragma once
 
 #include "warps.cuh"
 
 namespace gla_ext::cuda::sm90::gradients {
 
-// rowsum(S dS~) of a chunk for a thread's channels, `row` and the eighth after it. Not by tensor
-// cores, which the products keep busy.
+// rowsum(S dS~) of a chunk for a thread's two channels, `row` and row + 8. It does not use tensor
+// cores, which are busy with the products.
 class RowSums {
  public:
   // Adds 64 values, with dS~ in accumulators.
@@ -23,10 +23,10 @@ class RowSums {
         const int at = 8 * i + 2 * e;
         d_[e % 2] = fmaf(pair.x, dS[at], fmaf(pair.y, dS[at + 1], d_[e % 2]));
       }
-      asm volatile("" : "+f"(d_[0]), "+f"(d_[1]));  // not later, which would take registers
+      asm volatile("" : "+f"(d_[0]), "+f"(d_[1]));  // not later: that would take registers
     }
   }
-  // The same with both in accumulators, dS~ as bf16 has it.
+  // Adds 64 values with both in accumulators; dS~ is rounded to bf16.
   __device__ __forceinline__ void add_rounded(const float (&S)[32], const float (&dS)[32]) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
@@ -34,7 +34,7 @@ class RowSums {
       d_[i % 2] = fmaf(pair.x, S[2 * i], fmaf(pair.y, S[2 * i + 1], d_[i % 2]));
     }
   }
-  // The sum of channel `row`, or of the eighth after it.
+  // The sum of channel `row` (e = 0) or row + 8 (e = 1).
   __device__ __forceinline__ float sum(int e) {
     d_[e] += __shfl_xor_sync(0xffffffffu, d_[e], 1);
     d_[e] += __shfl_xor_sync(0xffffffffu, d_[e], 2);

@@ -1,4 +1,4 @@
-// gradients/small_sweep: the gradients of a chunk whose q^, k^ and dS~ are there.
+// gradients/small_sweep: the gradients of a chunk from its q^, k^ and dS~.
 #pragma once
 
 #include "cuda/sm90/gradients/common/gates.cuh"
@@ -7,18 +7,18 @@
 
 namespace gla_ext::cuda::sm90::gradients::small_sweep {
 
-// A product's A operand from accumulators [64][64], in bf16: columns up to the row's number, or
-// from it on, or none.
+// A bf16 A operand of a product, made from accumulators [64][64]. It keeps the columns up to the
+// row's number, or those from it on; it is all zero if `none`.
 template <Ones kKept>
 struct ScoreOperand {
   uint32_t words[4][4];
 
   __device__ __forceinline__ ScoreOperand(const float (&d)[32], bool none) {
     constexpr bool kUpTo = kKept == Ones::kUpTo;
-    constexpr uint32_t kAll = 0xffffffff, kFirst = 0xffff;  // of a pair
+    constexpr uint32_t kAll = 0xffffffff, kFirst = 0xffff;  // masks of a column pair
     const int thread = thread_index(), row = thread % kWarp / 4, column = thread % 4 * 2;
     const int warp = none ? (kUpTo ? -1 : 4) : thread % kGroupThreads / kWarp;
-    // Mask of eight rows and columns on the diagonal.
+    // The mask of an 8 x 8 block on the diagonal.
     const uint32_t corner = kUpTo
                                 ? (column <= row ? kFirst : 0) | (column < row ? ~kFirst : 0)
                                 : (column >= row ? kFirst : 0) | (column + 1 >= row ? ~kFirst : 0);
@@ -32,7 +32,7 @@ struct ScoreOperand {
         words[i][e] = pack(d[8 * i + 2 * e], d[8 * i + 2 * e + 1]) & masks[e];
     }
   }
-  // d += A B, B [64 summed][64]
+  // d += A B with B [64 summed][64]; d = A B unless `add`.
   __device__ __forceinline__ void multiply(float (&d)[32], const Operand& B,
                                            bool add = true) const {
 #pragma unroll
@@ -42,8 +42,8 @@ struct ScoreOperand {
   }
 };
 
-// Writes a warp's rows of tiles to a chunk's rows of outputs with equal strides, for which one
-// offset is made.
+// Writes a warp's rows of tiles to a chunk's rows of outputs. The outputs have equal strides, so
+// one offset serves all.
 template <int kTensors>
 __device__ __forceinline__ void write_rows(const TileRows (&rows)[kTensors],
                                            const OutputRows<kTensors>& to, int chunk, int length,
@@ -61,8 +61,8 @@ __device__ __forceinline__ void write_rows(const TileRows (&rows)[kTensors],
   }
 }
 
-// dv += A^T do of strong chunks, both in tiles. By single warps' instructions: for one more
-// warpgroup product ptxas has too few registers.
+// dv += A^T do for strong chunks, both in tiles. It uses warp-level mma: ptxas has too few
+// registers for another warpgroup product.
 __device__ __forceinline__ void add_strong_scores(float (&dv)[32], const Tile& A, const Tile& d_o) {
   const int thread = thread_index(), lane = thread % kWarp;
   const int warp = thread % kGroupThreads / kWarp, upper = lane / 16, odd = lane / 8 % 2;
@@ -86,8 +86,8 @@ __device__ __forceinline__ void add_strong_scores(float (&dv)[32], const Tile& A
   }
 }
 
-// dq, dk and dg of strong chunks, from products of the states alone: what pairs of tokens add is in
-// memory.
+// Writes dq, dk and dg of strong chunks. Only the states' products are made here; the contributions
+// of token pairs are in memory.
 __device__ __forceinline__ void finish_strong(Shared& s, const Problem& p, Stage& tiles,
                                               Factors& factors, const float (&x)[32],
                                               const float (&y)[32], int i) {
@@ -99,13 +99,13 @@ __device__ __forceinline__ void finish_strong(Shared& s, const Problem& p, Stage
   role_barrier(kGradients);  // the exponents are written
   finish_strong(x, q_terms, p.scale);
   finish_strong(y, k_terms, 1.f);
-  role_barrier(kGradients);  // dq and dk are
+  role_barrier(kGradients);  // dq and dk are written
   part.write_strong_gradients(s.own, q_terms, k_terms, factors, 0, chunk, kGradients);
 }
 
-// dq, dk, dv and dg of every chunk. Each pair of tokens has its dA twice, from a product and from
-// that of the transpose. dg's sums rest on both adding in the same order, since there the two must
-// cancel.
+// Computes dq, dk, dv and dg of every chunk. dA of each pair of tokens is made twice, by a product
+// and by its transpose. The sums of dg require that both products add in the same order, since the
+// two must cancel.
 __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
 #pragma unroll 1
   for (int i = 0; i < s.segment.chunks; ++i) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
     wait_for_products<0>();
     scale_columns(x, factors.factors[kEnter][0] + 2 * Lane().t);
     const ScoreOperand<Ones::kUpTo> score_grads(dA, strong);
-    float dA_t[32];  // the transpose, computed again
+    float dA_t[32];  // the transpose, as another product
     begin_products();
     mma_ABt(dA_t, v, d_o, false);
     commit_products();
@@ -149,15 +149,15 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
     wait_for_products<0>();
     arrive_as_warp(&s.taken);
     wait(&s.summed[stage], i / kSweepStages & 1);
-    role_barrier(kGradients);  // all tiles but the gates are read
+    role_barrier(kGradients);  // all tiles except the gates are read
     TileRows dv_rows[1];
     if (strong) {
       copy_rows<1, kGroupThreads>(&tiles.S, p.A, s.segment, chunk, thread_index() % kGroupThreads,
                                   0, kTile);
       commit_copies();
       wait_for_copies<0>();
-      fence_for_products();      // not needed, but without it ptxas waits for every product (C7511)
-      role_barrier(kGradients);  // A is there
+      fence_for_products();      // not needed, but otherwise ptxas waits for every product (C7511)
+      role_barrier(kGradients);  // A has arrived
       add_strong_scores(dv, tiles.S, tiles.d_o);
       role_barrier(kGradients);  // A and do are read
       store_tile(tiles.v, dv);
@@ -178,7 +178,7 @@ __device__ __forceinline__ void make_gradients(Shared& s, const Problem& p) {
     const GradientTiles to{tiles.q, tiles.k, tiles.S, tiles.d_o};
     finish(to, x, y, exponents, tiles.q, tiles.k, p.scale);
     fence_for_products();
-    role_barrier(kGradients);  // what dg sums is written
+    role_barrier(kGradients);  // the terms of dg are written
     float dg[32];
     GatePart<bf16>::load_states(dg, factors);
     begin_products();

@@ -1,4 +1,4 @@
-// gradients/small_sweep: what precedes the gradients of a chunk: copies, q^ and k^, and dS~.
+// gradients/small_sweep: the operands of a chunk's gradients: copies, q^ and k^, and dS~.
 #pragma once
 
 #include "cuda/sm90/gradients/common/row_sums.cuh"
@@ -8,7 +8,7 @@
 
 namespace gla_ext::cuda::sm90::gradients::small_sweep {
 
-// Asks for the i-th chunk, whose stage is free.
+// Copies the i-th chunk, whose stage must be free.
 __device__ __forceinline__ void load(Shared& s, const Problem& p, int i) {
   const Mover<1> at(thread_index() % kGroupThreads);
   const int chunk = chunk_of(s.segment, i), length = s.segment.length_of(chunk);
@@ -29,13 +29,14 @@ __device__ __forceinline__ void load(Shared& s, const Problem& p, int i) {
   commit_copies();
 }
 
-// Not 0 if the i-th chunk is strong; beyond the last chunk the last one's flag.
+// Returns a value other than 0 if the i-th chunk is strong. Past the last chunk, returns the last
+// one's flag.
 __device__ __forceinline__ uint32_t load_flag(const Shared& s, const Problem& p, int i) {
   const int chunk = max(chunk_of(s.segment, i), 0);
   return p.tiers[s.segment.chunk_head(p, chunk) * kMaxTierBlocks];
 }
 
-// Clamps the gates that this thread has copied. A twin of the `clamp_gates` of a tile
+// Clamps the gates that this thread has copied. Does the same as `clamp_gates` of a tile
 // (tiles/cumsum.cuh), in a form with which ptxas does not serialise the products (C7511).
 __device__ __forceinline__ void clamp_copied_gates(Tile& tile) {
   const Mover<1> at(thread_index() % kGroupThreads);
@@ -44,9 +45,9 @@ __device__ __forceinline__ void clamp_copied_gates(Tile& tile) {
     clamp_gates(&in_tile<uint4>(tile, at.offset + j * kRowBytes));
 }
 
-// q^ and k^ in place of q and k. A twin of Gating (tiles/gating.cuh) that goes over half of the
-// columns at a time: sums of all take more than the 96 registers that this role has. The references
-// are made from b_C by each thread, not read.
+// Replaces q and k by q^ and k^. Like Gating (tiles/gating.cuh), but for half of the columns at a
+// time, because the sums of all columns need more than the 96 registers of this role. Each thread
+// computes the references from b_C instead of reading them.
 __device__ __forceinline__ void gate(Stage& tiles, float* b_last, bool strong, float scale) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -92,14 +93,15 @@ __device__ __forceinline__ void gate(Stage& tiles, float* b_last, bool strong, f
   }
 }
 
-// Makes q^ and k^ of every chunk, and bf16 dS~ from dS~ in registers; then dS, for the next chunk.
+// Makes q^ and k^ of every chunk, and bf16 dS~ from dS~ in registers; then updates dS for the
+// sweep's next chunk.
 __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
   using F = Fields<Sweep::kStateGrads>;
   const Segment& segment = s.segment;
   State<kTile> dS(0, 0, 0);
   dS.clear();
   load_entering<Sweep::kStateGrads>(dS, p, segment);
-  float out[2] = {1.f, 1.f};  // what dS~ is multiplied by as it leaves a chunk
+  float out[2] = {1.f, 1.f};  // factor still to be applied to dS~ when it leaves a chunk
   uint32_t flag = 0;
   if (segment.chunks > 0) {
     load(s, p, 0);
@@ -110,21 +112,21 @@ __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
     const int stage = i % kSweepStages;
     Stage& tiles = s.stages[stage];
     Factors& factors = s.factors[stage];
-    asm volatile("" : "+r"(flag));  // not read earlier, which would wait for the load
+    asm volatile("" : "+r"(flag));  // reading it earlier would wait for the load
     const bool strong = __any_sync(0xffffffffu, flag != 0);
     wait_for_copies<0>();
     if (strong) clamp_copied_gates(tiles.g);
     fence_for_products();
-    role_barrier(kOperands);  // the chunk is there, b_C of the one before is read
+    role_barrier(kOperands);  // the chunk has arrived, b_C of the previous one is read
     gate(tiles, s.b_last, strong, p.scale);
     fence_for_products();
-    role_barrier(kOperands);  // q^ and k^ are there
-    float leaving[32];        // k^^T v
+    role_barrier(kOperands);  // q^ and k^ are written
+    float leaving[32];        // k^^T v, for dg
     begin_products();
     mma_AtB(leaving, tiles.k, tiles.v, false);
     commit_products();
     flag = load_flag(s, p, i + 1);
-    wait(&s.taken, (i & 1) ^ 1);  // at once in the first chunk
+    wait(&s.taken, (i & 1) ^ 1);  // does not wait in the first chunk
     const Lane lane;
     float middle[2];
 #pragma unroll
@@ -163,7 +165,7 @@ __device__ __forceinline__ void make_operands(Shared& s, const Problem& p) {
     wait_for_products<0>();
     arrive_as_warp(&s.summed[stage]);
     if (i + 1 == segment.chunks) break;
-    // The stage of the chunk before; at once in the first chunk.
+    // Waits for the previous chunk's stage; does not wait in the first chunk.
     wait(&s.empty[1 - stage], (i + 1) / kSweepStages & 1 ^ 1);
     load(s, p, i + 1);
   }

@@ -1,4 +1,4 @@
-// What the parts of gradients/small_sweep share: a block's shared memory, and its barriers.
+// The shared memory of a block of gradients/small_sweep, and its barriers.
 #pragma once
 
 #include "cuda/sm90/gradients/common/warps.cuh"
@@ -15,36 +15,37 @@ using states::Fields, states::load_entering, states::State;
 // Warpgroups of a block.
 enum Role { kOperands, kGradients, kRoles };
 constexpr int kSweepThreads = kRoles * kGroupThreads;
-constexpr int kSweepStages = 2;  // chunks, one for each role
+constexpr int kSweepStages = 2;  // chunks; each role works on one
 
-// A chunk. Results take the places of their inputs. In strong chunks A takes that of S, then fp32
-// terms of dq those of S and do, and of dk those of q and k.
+// A chunk. Results overwrite their inputs. In strong chunks A overwrites S; then fp32 terms of dq
+// overwrite S and do, and those of dk overwrite q and k.
 struct Stage {
-  Tile q, k;  // [token][K], then q^, k^, then dq, dk
-  Tile g;     // gates [token][K], of strong chunks clamped, then dg
-  Tile S;     // [K][V]; then the high half of what dg sums
-  Tile v;     // [token][V], right after S: one operand of 128 rows; then dv
-  Tile d_o;   // [token][V], then the low half
+  Tile q, k;  // [token][K], replaced by q^, k^, then by dq, dk
+  Tile g;     // gates [token][K] (clamped in strong chunks), replaced by dg
+  Tile S;     // [K][V], replaced by the high half of dg's terms
+  Tile v;     // [token][V], after S: one operand of 128 rows; replaced by dv
+  Tile d_o;   // [token][V], replaced by the low half
 };
 
-// Per channel, of a chunk.
+// Factors of a chunk, per channel.
 struct Factors {
-  float factors[kMiddle + 1][1][kTile];  // 2^from; and for dS~ 2^b_C in strong chunks, else 1
+  float factors[kMiddle + 1][1][kTile];  // 2^from; for dS~ 2^b_C in strong chunks, else 1
   float from[kTile];
-  // What dg owes to the states that enter and leave the chunk; in strong chunks only to the first.
+  // The contribution to dg of the states that enter and leave the chunk; in strong chunks only of
+  // those that enter.
   float sums[kTile];
-  float parts[kSubChunks][kTile];  // of strong chunks, by sub-chunks: what dg owes to k through dS~
+  float parts[kSubChunks][kTile];  // strong chunks: part of dg from k through dS~, by sub-chunk
 
   __device__ __forceinline__ float* states(int = 0) { return sums; }
   __device__ __forceinline__ float* inter(int, int part) { return parts[part]; }
 };
 
-// For strong chunks, by the gradients' warpgroup: sums of a sub-chunk.
+// Sums over each sub-chunk of a strong chunk, used by the warpgroup of the gradients.
 struct Own {
   float gates[kSubChunks][kTile], dg[kSubChunks][kTile];
 };
 
-// A tensor's rows of the segment and head.
+// The rows of a tensor that belong to the segment and head.
 struct SegmentRows {
   const bf16* first;
   int32_t stride;
@@ -58,7 +59,7 @@ struct SegmentRows {
   }
 };
 
-// Rows of outputs with equal strides.
+// Rows of several outputs with equal strides.
 template <int kTensors>
 struct OutputRows {
   bf16* first[kTensors];
@@ -75,13 +76,14 @@ struct alignas(1024) Shared {
   OutputRows<3> key_grads;  // dq, dk, dg, each a fresh [B, T, H, K]
   OutputRows<1> dv;
   Segment segment;
-  // Of a chunk: q^, k^ and dS~ are there; dS has read q^ and do; its stage is free.
+  // ready: q^, k^ and dS~ of a chunk are written. summed: q^ and do have been added to dS. empty:
+  // the chunk's stage is free.
   uint64_t ready[kSweepStages], summed[kSweepStages], empty[kSweepStages];
   uint64_t taken;  // dS~ is read
   int strong[kSweepStages];
 };
 
-// Makes the barriers and finds segment number `index`, by one thread.
+// Sets up the barriers and finds segment number `index`. Called by one thread.
 __device__ __forceinline__ void start(Shared& s, const Problem& p, int64_t index) {
   const Segment segment = s.segment = find_segment<false>(p, index);
   s.q.start(p.q, segment);

@@ -1,18 +1,18 @@
-// What gradients/sweep does, for heads of at most 64 keys and 64 values, with bf16 gates: a block
-// goes from the last chunk to the first with dS~ on chip, so that dS' is neither written to memory
-// nor read from it, and makes q^ and k^ of a chunk once for dS~ and for all gradients.
+// gradients/sweep for heads with K and V of at most 64 and bf16 gates. A block goes from the last
+// chunk to the first with dS~ on chip, so that dS' is neither written to memory nor read from it.
+// It makes q^ and k^ of a chunk once, for dS~ and for all gradients.
 //
 //   dS~ = 2^(b_C - to) dS'        dS = 2^from (2^(to - from) dS~ + q^T do)
 //   x, y, dA, dq, dk, dv, dg as in gradients/chunk
 //
 // grid    (segment, head), two blocks a multiprocessor
 // reads   q, k, g [B, T, H, K], v, do [B, T, H, V], tiers, S [K, V] of every chunk, dht,
-//         segment_state_grads; of strong chunks A [B, T, H, C], dq_intra, dk_intra, dg_intra [B, T,
-//         H, K]
+//         segment_state_grads; for strong chunks A [B, T, H, C], dq_intra, dk_intra, dg_intra [B,
+//         T, H, K]
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V], dh0
 //
-// One warpgroup makes q^, k^ and dS~ of a chunk, a chunk ahead of the other, which makes the
-// gradients. A and dA never leave the registers. Accumulation, b and dg are fp32.
+// One warpgroup makes q^, k^ and dS~, one chunk ahead of the other, which makes the gradients. A
+// and dA never leave the registers. Accumulation, b and dg are fp32.
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/sm90/sm90.h"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
@@ -22,7 +22,7 @@
 namespace gla_ext::cuda::sm90 {
 namespace gradients::small_sweep {
 
-constexpr int kSweepBlocks = 2;  // of a multiprocessor
+constexpr int kSweepBlocks = 2;  // blocks a multiprocessor
 constexpr int kOperandRegisters = 96, kGradientRegisters = 160;
 
 __global__ void __launch_bounds__(kSweepThreads, kSweepBlocks) kernel(Problem p) {
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kSweepThreads, kSweepBlocks) kernel(Problem p)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<Shared*>(s_bytes);
   if (threadIdx.x == 0) start(s, p, blockIdx.x);
-  __syncthreads();  // the barriers and the segment are there
+  __syncthreads();  // the barriers and the segment are written
   if (s.segment.tail) return clear_gradients<bf16, kSweepThreads>(p, s.segment);
   if (warpgroup() == kOperands) {
     give_registers<kOperandRegisters>();

@@ -1,4 +1,4 @@
-// gradients/sweep: a chunk's gradients, by a consumer.
+// gradients/sweep: the gradients of a chunk, made by a consumer.
 #pragma once
 
 #include "cuda/sm90/gradients/common/gates.cuh"
@@ -7,7 +7,7 @@
 
 namespace gla_ext::cuda::sm90::gradients::sweep {
 
-// Sums what dg owes to k through the states that leave the chunk.
+// Sums the contribution to dg of k through the states that leave the chunk.
 __device__ __forceinline__ void sum_inter(Queries& queries, int rank, const float (&y)[32],
                                           const Tile& k) {
   const int thread = thread_index() % kGroupThreads;
@@ -29,7 +29,7 @@ __device__ __forceinline__ void sum_inter(Queries& queries, int rank, const floa
       sums[4 * i + 2 * j + 1] = sum.y;
     }
   }
-  // Lane 4 g + t is left with pair t of the g-th eight columns, summed over the warp's rows.
+  // Now lane 4 g + t has pair t of the g-th eight columns, summed over the warp's rows.
   fold_rows<4>(sums);
   fold_rows<2>(sums);
   fold_rows<1>(sums);
@@ -37,7 +37,7 @@ __device__ __forceinline__ void sum_inter(Queries& queries, int rank, const floa
       make_float2(sums[0], sums[1]);
 }
 
-// Stores dA, zero above the diagonal.
+// Stores dA with zeros above the diagonal.
 __device__ __forceinline__ void store_score_grads(Tile& tile, float (&dA)[32]) {
   const Lane lane;
 #pragma unroll
@@ -46,12 +46,12 @@ __device__ __forceinline__ void store_score_grads(Tile& tile, float (&dA)[32]) {
   store_tile(tile, dA);
 }
 
-// What a consumer has of a chunk, number i of the sweep. Made again in each round, with the
-// addresses that follow from it, so that they take no registers in between.
+// A consumer's references to its chunk, number i of the sweep. It is made again in each round, so
+// that the addresses derived from it take no registers in between.
 template <class SharedOfKernel>
 struct OwnChunk {
   const int i, self, role, chunk;
-  const uint32_t parity;  // of the barriers that pass once a chunk of this consumer's
+  const uint32_t parity;  // of barriers that complete one phase per chunk of this consumer
   Own<typename SharedOfKernel::Gate>& own;
   Queries& queries;
   Keys& keys;
@@ -67,9 +67,9 @@ struct OwnChunk {
         keys(s.keys[self]) {}
 };
 
-// A consumer's work on every other chunk, in four phases: what is summed over the values; then, of
-// a strong chunk, all gradients from that, or of another what pairs of tokens add and the
-// gradients.
+// A consumer's work on every other chunk. First come the sums over the values. Then a strong chunk
+// gets all its gradients from these sums; another chunk first adds the contributions of token
+// pairs, then gets its gradients.
 template <int kSlices, class SharedOfKernel>
 class Consumer {
  public:
@@ -95,15 +95,15 @@ class Consumer {
       if constexpr (!kByProducts)
         part_.write_exponents(c.own, float_tile(c.own.tiles), gates_, c.queries, rank_, c.chunk,
                               c.role);
-      // Only when the other consumer has left its slices are the phases of the slices' barriers
-      // this chunk's.
+      // This chunk's phases of the slices' barriers begin only when the other consumer has left its
+      // slices.
       if (i > 0) wait(&s_.turn[c.self], (i - 1) / kConsumers & 1);
       float x[32], y[32], dA[32];
       clear(x);
       clear(y);
       clear(dA);
       sum_values(c, x, y, dA);
-      skip();  // the other consumer's
+      skip();  // the slices of the other consumer's chunk
       if (strong) {
         write_strong_gradients(c, x, y);
         continue;
@@ -124,7 +124,7 @@ class Consumer {
     state_.template skip<kSlices>();
   }
 
-  // x = do S~^T, y = v dS~^T, dA = do v^T; and dv of the slices that are this block's.
+  // x = do S~^T, y = v dS~^T, dA = do v^T; also dv of this block's slices.
   __device__ __forceinline__ void sum_values(const Chunk& c, float (&x)[32], float (&y)[32],
                                              float (&dA)[32]) {
 #pragma unroll 1
@@ -132,7 +132,7 @@ class Consumer {
       const Slice& values = s_.slices[slice_.stage];
       const Tile& dS = s_.dS[state_.stage];
       wait(&s_.full[slice_.stage], slice_.parity);
-      fence_for_products();  // the copies
+      fence_for_products();  // for the copies
       const uint64_t d_o = descriptor(values.d_o), S_and_v = descriptor(values.S);
       begin_products();
       multiply_two(x, dA, d_o, S_and_v);
@@ -154,9 +154,9 @@ class Consumer {
         continue;
       }
       wait(&s_.keys_full[c.self], c.parity);
-      const int slot = received_slot<kSlices>(c.i, j);
-      wait(&s_.received_full[slot], received_parity<kSlices>(c.i));
-      Tile& tile = s_.received[slot];
+      const int place = received_place<kSlices>(c.i, j);
+      wait(&s_.received_full[place], received_parity<kSlices>(c.i));
+      Tile& tile = s_.received[place];
       const Operand other = tile, mine = dS;
       float dv[32];
       clear(dv);
@@ -166,13 +166,13 @@ class Consumer {
       mma_AB(dv, c.keys.k[1], rank_ == 0 ? other : mine);
       commit_products();
       leave();
-      role_barrier(c.role);  // all warps' products have read what was sent
+      role_barrier(c.role);  // the products of all warps have read the received dS~
       store_tile(tile, dv);
       TileRows rows;
       rows.read(tile);
-      // The tile that the other block's next bulk copy overwrites has been read. This fence, which
-      // covers everything before it, tells the other block so; the arrival alone, of this block's
-      // scope, would not.
+      // The tile that the other block's next bulk copy will overwrite has been read. This fence
+      // covers all earlier reads, so the arrival below also tells the other block about them; the
+      // arrival alone, which has this block's scope, would not.
       fence_for_products();
       __syncwarp();
       if (threadIdx.x % kWarp == 0)
@@ -181,7 +181,8 @@ class Consumer {
     }
   }
 
-  // A strong chunk's gradients, from what the values gave: what pairs of tokens add is in memory.
+  // Writes a strong chunk's gradients from the sums over values. The contributions of token pairs
+  // are in memory.
   __device__ __forceinline__ void write_strong_gradients(const Chunk& c, const float (&x)[32],
                                                          const float (&y)[32]) {
     wait(&s_.states_full[c.i % kQueryStages], c.i / kQueryStages & 1);
@@ -197,13 +198,14 @@ class Consumer {
     role_barrier(c.role);  // the exponents are written
     finish_strong(x, q_terms, p_.scale);
     finish_strong(y, k_terms, 1.f);
-    role_barrier(c.role);  // dq and dk are
+    role_barrier(c.role);  // dq and dk are written
     part_.write_strong_gradients(c.own, q_terms, k_terms, c.queries, rank_, c.chunk, c.role);
     release(c);
     if constexpr (kByProducts) part_.copy(c.own, c.i + kConsumers);
   }
 
-  // x += dA k^, y += dA^T q^; meanwhile the exponents of dq and dk, and what dg owes to the states.
+  // x += dA k^, y += dA^T q^. While these run, makes the exponents of dq and dk, and sums the
+  // states' contribution to dg.
   __device__ __forceinline__ void add_pairs(const Chunk& c, float (&x)[32], float (&y)[32],
                                             float (&dA)[32], float (&exponents)[32]) {
     sum_inter(c.queries, rank_, y, c.keys.k[rank_]);
@@ -232,14 +234,15 @@ class Consumer {
     role_barrier(c.role);  // dA, q^, k^ and gates are read
   }
 
-  // dq and dk from x and y, dg from the sums of q^ x - k^ y; in the places of what is read.
+  // Writes dq and dk from x and y, and dg from the sums of q^ x - k^ y. The results overwrite
+  // operands that have been read.
   __device__ __forceinline__ void write_gradients(const Chunk& c, const float (&x)[32],
                                                   const float (&y)[32],
                                                   const float (&exponents)[32]) {
     const GradientTiles tiles{c.keys.A, c.keys.k[rank_], c.queries.q, c.keys.k[1 - rank_]};
     finish(tiles, x, y, exponents, c.queries.q, c.keys.k[rank_], p_.scale);
     fence_for_products();
-    role_barrier(c.role);  // what dg sums is written
+    role_barrier(c.role);  // the terms of dg are written
     float dg[32];
     part_.load_states(dg, c.own);
     begin_products();
@@ -268,7 +271,7 @@ class Consumer {
       part_.write(dg, c.chunk);
   }
 
-  // Gives back the places of a chunk, and asks for the next one's operands.
+  // Releases a chunk's places and starts the copies of the next chunk's operands.
   __device__ __forceinline__ void release(const Chunk& c) {
     fence_for_products();  // before the next chunks' bulk copies
     arrive(&s_.chunk_empty[c.self]);
@@ -287,7 +290,7 @@ class Consumer {
   const bool loads_ = threadIdx.x % kGroupThreads == 0;
   Ring<SharedOfKernel::kSliceStages> slice_;
   Ring<kStateStages> state_;
-  ChannelPairColumn<Gate> gates_;  // those that products do not sum
+  ChannelPairColumn<Gate> gates_;  // gates that are not summed by products
 };
 
 }  // namespace gla_ext::cuda::sm90::gradients::sweep

@@ -1,19 +1,20 @@
-// What gradients/chunk does, in a sweep from the last chunk to the first with dS~ on chip: dS' is
-// neither written to memory nor read from it, and q^, k^, v and do are read once for both.
+// gradients/chunk as a sweep from the last chunk to the first with dS~ on chip. dS' is neither
+// written to memory nor read from it, and q^, k^, v and do are read once for both.
 //
 //   dS~ = 2^(b_C - from) dS'      dS = 2^from (dS~ + q^T do)
 //   x, y, dA, dq, dk, dv, dg as in gradients/chunk, with A of prepare.cu
 //
-// grid    (segment, head) by a cluster of two blocks, of 64 key channels each
-// reads   prepared chunks [B, slots, H], g [B, T, H, K], v, do [B, T, H, V], S~ of every chunk as
-//         tiles, dht, segment_state_grads; of strong chunks q, k and dq_intra, dk_intra, dg_intra
+// grid    (segment, head) by a cluster of two blocks, 64 key channels each
+// reads   prepared chunks [B, entries, H], g [B, T, H, K], v, do [B, T, H, V], S~ of every chunk as
+//         tiles, dht, segment_state_grads; for strong chunks q, k and dq_intra, dk_intra, dg_intra
 //         [B, T, H, K]
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V], dh0
 //
-// The values pass 64 at a time, a slice. A block makes dv of every other slice, for which the other
-// block sends it its dS~ of these values. Warpgroups: a producer; the state, which holds dS~ in
-// fp32 and hands it on in bf16; two consumers, which take the chunks in turn, so that the products
-// of one pass beside the gates of the other. Accumulation, b and dg are fp32.
+// The values are processed 64 at a time; 64 values are a slice. A block makes dv of every other
+// slice, for which the other block sends it its dS~ of these values. The warpgroups are a producer;
+// the state, which holds dS~ in fp32 and passes it on in bf16; and two consumers, which take the
+// chunks in turn, so that the products of one run while the other works on gates. Accumulation, b
+// and dg are fp32.
 #include "consume.cuh"
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/device/launch.cuh"
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kSweepThreads, 1) kernel(Problem p) {
   auto& s = *reinterpret_cast<Shared<Gate>*>(s_bytes);
   const int rank = static_cast<int>(blockIdx.x % kClusterBlocks);
   if (threadIdx.x == 0) start(s, p, blockIdx.x / kClusterBlocks);
-  sync_cluster();  // the barriers and the segment are there
+  sync_cluster();  // the barriers and the segment are written
   if (s.segment.tail) {
     if (rank == 0) clear_gradients<Gate, kSweepThreads>(p, s.segment);
     return;
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(kSweepThreads, 1) kernel(Problem p) {
     take_registers<160>();
     Consumer<kSlices, Shared<Gate>>(s, p, rank).run(group - kConsumer);
   }
-  sync_cluster();  // the other block sends nothing any more, and is sent nothing
+  sync_cluster();  // nothing is sent between the blocks any more
 #endif
 }
 

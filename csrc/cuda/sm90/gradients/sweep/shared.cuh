@@ -1,4 +1,4 @@
-// What the parts of gradients/sweep share: a block's shared memory, and its barriers.
+// The shared memory of a block of gradients/sweep, and its barriers.
 #pragma once
 
 #include "cuda/sm90/gradients/common/warps.cuh"
@@ -29,31 +29,33 @@ struct Slice {
   Tile d_o;  // [token][64 values]
 };
 
-// What of a chunk does not depend on values: for the state, which is ahead, and a consumer.
+// The part of a chunk that does not depend on values and is read by the state's warpgroup, which is
+// ahead, and by a consumer.
 struct alignas(1024) Queries {
   Tile q;                                          // q^ [token][64 of K]
-  float factors[kFactors][kClusterBlocks][kTile];  // of either block's channels
+  float factors[kFactors][kClusterBlocks][kTile];  // of both blocks' channels
 
-  // In place of factors that nothing reads: rowsum(S dS'), and what dg owes to k through dS~ in the
-  // rows of a warp.
+  // These overwrite factors that are no longer read. states: rowsum(S dS'). inter: the contribution
+  // to dg of k through dS~, summed over the rows of a warp.
   __device__ __forceinline__ float* states(int rank) { return factors[kSum][rank]; }
   __device__ __forceinline__ float* inter(int rank, int warp) { return factors[warp][1 - rank]; }
 };
 static_assert(kFactors == kGroupWarps);
-// The rest of it, for a consumer alone.
+// The rest of that part, read only by a consumer.
 struct alignas(1024) Keys {
   Tile k[kKeyTiles];  // k^ [token][K]
   Tile A;             // [token][token]
 };
 
-// What belongs to one consumer.
+// Memory of one consumer.
 template <class Gate>
 struct alignas(1024) Own {
-  // bf16 gates [token][64 of K], then dg on its way out. With fp32 gates exponents of dq and dk,
-  // fp32 [token][64 of K].
+  // bf16 gates: the gates [token][64 of K], replaced by dg before it is stored. fp32 gates:
+  // exponents of dq and dk, fp32 [token][64 of K].
   Tile tiles[sizeof(Gate) / sizeof(bf16)];
-  float gates[kSubChunks][kTile], dg[kSubChunks][kTile];  // sums of a sub-chunk
-  // In place of dg's first sums: what dg owes to the states that enter and leave the chunk.
+  float gates[kSubChunks][kTile], dg[kSubChunks][kTile];  // sums over each sub-chunk
+  // Overwrites dg's first sums: the contribution to dg of the states that enter and leave the
+  // chunk.
   __device__ __forceinline__ float* states() { return dg[0]; }
 };
 
@@ -66,33 +68,34 @@ struct Shared {
   Tile dS[kStateStages];
   Queries queries[kQueryStages];
   Keys keys[kConsumers];
-  // The other block's dS~ of values whose dv is this one's, then dv on its way out.
+  // The other block's dS~ of values whose dv this block makes, replaced by dv before it is stored.
   Tile received[kClusterBlocks];
   Own<Gate> own[kConsumers];
-  // A slice's rows and tile are there; they are read.
+  // full: a slice's rows and tile have arrived. empty: they have been read.
   uint64_t full[kSliceStages], empty[kSliceStages];
-  // Its dS~ is there; it is read, here and where it was sent to.
+  // ready: dS~ of a slice is written. taken: it has been read here and in the block to which it was
+  // sent.
   uint64_t ready[kStateStages], taken[kStateStages];
   int4 strong[kQueryStages];  // the first word is the flag
-  // Of a chunk: q^ and factors are there, and the states' sums, for which the state may be two
-  // chunks ahead.
+  // Barriers of a chunk. queries_full: q^ and factors have arrived. states_full: the states' sums
+  // are written; the state's warpgroup may be two chunks ahead.
   uint64_t queries_full[kQueryStages], states_full[kQueryStages];
-  // Of a consumer: keys, and what it reads of its chunk is read.
+  // Barriers of a consumer. keys_full: its keys have arrived. chunk_empty: it has read its chunk.
   uint64_t keys_full[kConsumers], chunk_empty[kConsumers];
   uint64_t received_full[kClusterBlocks];
   uint64_t turn[kConsumers];  // the other consumer has left its slices
-  // What dS~ is multiplied by as it leaves one chunk, then times that as it enters the next.
+  // The factor by which dS~ leaves one chunk; then that times the factor for entering the next.
   float factors[kTile];
   Segment segment;
 };
 
-// The stage and the parity of number 0, 1, ... of a ring.
+// The stage and the parity of successive uses of a ring.
 template <int kStages>
 struct Ring {
   int stage = 0;
   uint32_t parity = 0;
   __device__ __forceinline__ void next() {
-    asm volatile("" : "+r"(stage), "+r"(parity));  // not computed ahead, which would take registers
+    asm volatile("" : "+r"(stage), "+r"(parity));  // computing them ahead would take registers
     if (++stage == kStages) {
       stage = 0;
       parity ^= 1;
@@ -105,10 +108,10 @@ struct Ring {
   }
 };
 
-// Which tile dS~ of slice j of the i-th chunk arrives in. Only every second slice arrives: that
-// whose dv is the receiver's.
+// The tile that receives dS~ of slice j of the i-th chunk. Only every second slice is received:
+// those whose dv the receiver makes.
 template <int kSlices>
-__device__ __forceinline__ int received_slot(int i, int j) {
+__device__ __forceinline__ int received_place(int i, int j) {
   return (i * (kSlices / kClusterBlocks) + j / kClusterBlocks) % kClusterBlocks;
 }
 template <int kSlices>
@@ -116,34 +119,34 @@ __device__ __forceinline__ uint32_t received_parity(int i) {
   return i * (kSlices / kClusterBlocks) / kClusterBlocks & 1;
 }
 
-// Makes the barriers and finds segment number `index`, by one thread.
+// Sets up the barriers and finds segment number `index`. Called by one thread.
 template <class SharedOfKernel>
 __device__ __forceinline__ void start(SharedOfKernel& s, const Problem& p, int64_t index) {
   s.segment = find_segment<false>(p, index);
   for (int i = 0; i < s.kSliceStages; ++i) {
-    init_barrier(&s.full[i], kGroupThreads + 1);             // with the copy of a tile of S~
+    init_barrier(&s.full[i], kGroupThreads + 1);             // including the copy of a tile of S~
     init_barrier(&s.empty[i], kGroupThreads + kGroupWarps);  // of the state, of a consumer
   }
   for (int i = 0; i < kStateStages; ++i) {
     init_barrier(&s.ready[i], kGroupWarps);
-    init_barrier(&s.taken[i], 2 * kGroupWarps);  // a consumer here, one of the other block or here
+    init_barrier(&s.taken[i], 2 * kGroupWarps);  // of two consumers, here or in the other block
   }
   for (int i = 0; i < kQueryStages; ++i) {
-    init_barrier(&s.queries_full[i], 3);  // copies
+    init_barrier(&s.queries_full[i], 3);  // bulk copies
     init_barrier(&s.states_full[i], kGroupThreads);
   }
   for (int i = 0; i < kConsumers; ++i) {
-    init_barrier(&s.keys_full[i], 2);  // copies
+    init_barrier(&s.keys_full[i], 2);  // bulk copies
     init_barrier(&s.chunk_empty[i], kGroupThreads);
     init_barrier(&s.turn[i], kGroupWarps);
   }
   for (int i = 0; i < kClusterBlocks; ++i) init_barrier(&s.received_full[i], 1);
   fence_barriers();
-  fence_for_products();  // and bulk copies
+  fence_for_products();  // also for bulk copies
 }
 
-// Asks for what of the i-th chunk of a sweep does not depend on values; its stages are free. By one
-// thread.
+// Copies the part of a sweep's i-th chunk that does not depend on values. Its stages must be free.
+// Called by one thread.
 template <class SharedOfKernel>
 __device__ __forceinline__ void load_queries(SharedOfKernel& s, const Problem& p, int i, int rank) {
   if (i >= s.segment.chunks) return;

@@ -1,4 +1,4 @@
-// gradients/sweep: what precedes the gradients: copies, and the state.
+// gradients/sweep: the work before the gradients: copies, and the state.
 #pragma once
 
 #include "cuda/sm90/gradients/common/row_sums.cuh"
@@ -7,14 +7,14 @@
 
 namespace gla_ext::cuda::sm90::gradients::sweep {
 
-// Rows of a tensor as the producer copies them, 16 bytes a thread: `row` and every kRowsEach-th one
-// after it.
+// Rows of a tensor that the producer copies. A thread copies 16 bytes of row `row` and of every
+// kRowsEach-th row after it.
 struct CopiedRows {
   static constexpr int kPieces = 8, kRowsEach = kGroupThreads / kPieces;
   const bf16* from;
-  int32_t stride;  // to the next one of this thread
+  int32_t stride;  // to this thread's next row
 
-  // From column `first` on.
+  // Copies columns from `first` on.
   __device__ __forceinline__ void copy(uint32_t to, int first, int rows) const {
     const bf16* p = from + first;
 #pragma unroll
@@ -42,7 +42,7 @@ __device__ __forceinline__ void produce(SharedOfKernel& s, const Problem& p, int
     const int tokens = segment.length_of(chunk) - row;
 #pragma unroll 1
     for (int j = 0; j < kSlices; ++j, slice.next()) {
-      wait(&s.empty[slice.stage], slice.parity ^ 1);  // at once in the first round
+      wait(&s.empty[slice.stage], slice.parity ^ 1);  // does not wait in the first round
       const Slice& to = s.slices[slice.stage];
       const int first = j * kTile;
       const bool inside = first + column < p.V;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void produce(SharedOfKernel& s, const Problem& p, int
   }
 }
 
-// Stores rowsum(S~ dS~), and what dS~ is multiplied by as it leaves the chunk.
+// Stores rowsum(S~ dS~), and the factor by which dS~ leaves the chunk.
 __device__ __forceinline__ void store_sums(RowSums& rows, float* sums, const float* enter,
                                            float* factors) {
   const Lane lane;
@@ -71,8 +71,8 @@ __device__ __forceinline__ void store_sums(RowSums& rows, float* sums, const flo
   }
 }
 
-// Holds dS~ in registers: for each slice stores it in bf16, here and where the slice's dv is made,
-// then goes on to the chunk before.
+// Holds dS~ in registers. For each slice, stores dS~ in bf16 in this block and in the block that
+// makes the slice's dv, then updates dS~ for the previous chunk.
 template <int kSlices, class SharedOfKernel>
 __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p, int rank) {
   using F = Fields<Sweep::kStateGrads>;
@@ -96,7 +96,7 @@ __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p,
     wait(&s.queries_full[i % kQueryStages], i / kQueryStages & 1);
     const auto& factors = queries.factors;
     const Lane lane;
-    const int row = lane.row;  // and the eighth after it
+    const int row = lane.row;  // the thread also has row + 8
     const auto middle = [&](int e)->volatile const float& {
       return factors[kMiddle][rank][row + 8 * e];
     };
@@ -111,25 +111,25 @@ __device__ __forceinline__ void sweep_state(SharedOfKernel& s, const Problem& p,
     for (int j = 0; j < kSlices; ++j) {
       const Slice& values = s.slices[slice.stage];
       Tile& dS = s.dS[state_stage.stage];
-      // While its rows are on their way.
-      wait(&s.taken[state_stage.stage], state_stage.parity ^ 1);  // at once in the first round
+      // The slice's rows are still being copied here.
+      wait(&s.taken[state_stage.stage], state_stage.parity ^ 1);  // no wait in the first round
       const volatile float* in = s.factors + Lane().row;
       scale_rows(x[j], {in[0], in[8]});
       store_tile(dS, x[j]);
-      fence_for_products();  // and the bulk copy
+      fence_for_products();  // also for the bulk copy
       arrive_as_warp(&s.ready[state_stage.stage]);
       if (j % kClusterBlocks != rank) {
         role_barrier(kState);  // dS~ is written
         if (thread_index() % kGroupThreads == 0) {
-          const int slot = received_slot<kSlices>(i, j);
-          const uint32_t full = address_in(&s.received_full[slot], 1 - rank);
+          const int place = received_place<kSlices>(i, j);
+          const uint32_t full = address_in(&s.received_full[place], 1 - rank);
           arrive_and_expect(full, kTileBytes);
-          bulk_send(address_in(&s.received[slot], 1 - rank), &dS, kTileBytes, full);
+          bulk_send(address_in(&s.received[place], 1 - rank), &dS, kTileBytes, full);
         }
       }
       wait(&s.full[slice.stage], slice.parity);
       sums.add(values.S, x[j]);
-      fence_for_products();  // the copies
+      fence_for_products();  // for the copies
       if (strong) scale_rows(x[j], {middle(0), middle(1)});
       begin_products();
 #pragma unroll

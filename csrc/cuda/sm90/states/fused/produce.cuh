@@ -1,5 +1,5 @@
-// What a producer of states/fused does. Its Gating is a twin of tiles/gating.cuh's: the states are
-// unscaled here, so one operand a sweep (k 2^(b_C - b), or scale q 2^b) is all there is, without
+// The producer of states/fused. Its Gating resembles that of tiles/gating.cuh, but states are
+// unscaled here: it makes only one operand per sweep (k 2^(b_C - b), or scale q 2^b), without
 // references, factors or A.
 #pragma once
 
@@ -15,7 +15,7 @@ struct Gating {
   Unit<kConsumers, Gate>& s;
   const Tile& triangle;
   int group, thread, first;
-  float total = 0;  // of the gates of channel `thread` in the segment, log2 units
+  float total = 0;  // sum of the gates of channel `thread` in the segment, log2 units
 
   __device__ __forceinline__ void barrier() const { group_barrier<kProducerBarrier>(group); }
 
@@ -90,14 +90,14 @@ __device__ __forceinline__ void produce(Unit<kConsumers, Gate>& s, const Tile& t
     const int stage = i % kStages;
     wait_for_copies<kStages - 2>();
     if (thread == 0) s.strong[stage] = 0;
-    sync_threads<kProducersBarrier>(kThreads);  // the rows are there, s.strong is cleared
+    sync_threads<kProducersBarrier>(kThreads);  // the rows have arrived, s.strong is cleared
     gating.run(stage, p.scale);
     fence_for_products();
     arrive(&s.full[stage]);
-    copy(i + kStages - 1);  // waits for the consumers, which are a chunk behind
+    copy(i + kStages - 1);  // waits for the consumers, which are one chunk behind
   }
-  // The sweep of dS adds up in the other order, so it writes only the decay that the sweep of S
-  // leaves out.
+  // The sweep of dS would add the gates in another order. It therefore writes only the decay that
+  // the sweep of S skips.
   const int channel = gating.first + gating.thread;
   const bool writes = kStore == Store::kSegment &&
                       (kSweep == Sweep::kStates || (segment.last && !p.grid.with_last));

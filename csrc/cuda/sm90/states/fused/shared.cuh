@@ -9,15 +9,15 @@ namespace gla_ext::cuda::sm90::states::fused {
 
 constexpr int kProducers = 2;
 
-// For a segment and head: two producers, and a consumer for every 64 values, of which a block has
-// one or two.
+// Memory for one segment and head. A block has two producers and one or two consumers, one for
+// every 64 values.
 template <int kWarpgroups, class Gate>
 struct alignas(1024) Unit {
   static constexpr int kConsumers = kWarpgroups, kStages = 3;
   static constexpr int kValues = kConsumers * kTile;
   struct Stage {
-    Tile y;                    // k or q [token][K], then gated
-    Tile g[kGateTiles<Gate>];  // [token][K], fp32 in two tiles
+    Tile y;                    // k or q [token][K], gated in place
+    Tile g[kGateTiles<Gate>];  // [token][K]; fp32: two tiles
     Tile x[kConsumers];        // v or do [token][V]
   } stages[kStages];
   Tile state[kConsumers];        // [K][V]

@@ -1,4 +1,4 @@
-// The state as the sweeps of backward hold it, in the registers of a warpgroup.
+// The state in the registers of a warpgroup, in the sweeps of backward.
 #pragma once
 
 #include "barriers.cuh"
@@ -6,10 +6,10 @@
 
 namespace gla_ext::cuda::sm90::states {
 
-// What a consumer holds of the state: 64 key channels by 128 values, or 64.
+// The part of the state that a consumer holds: 64 key channels by 128 or 64 values.
 template <int K>
 struct State {
-  static constexpr int kValues = K;  // of a consumer: K is 128 or 64
+  static constexpr int kValues = K;  // values of a consumer; K is 128 or 64
   float x[kValues / 2];
   int first_k, first_v;
 
@@ -17,7 +17,7 @@ struct State {
       : first_k(K == 128 ? block_k + 64 * member : block_k),
         first_v(K == 128 ? block_v : block_v + 64 * member) {}
 
-  // f(x0, x1, key, value) of neighbours
+  // Calls f(x0, x1, key, value) for pairs of neighbouring values.
   template <class F>
   __device__ __forceinline__ void for_pairs(const Problem& p, F&& f) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -50,12 +50,13 @@ struct State {
     });
   }
 
-  // Stores bf16 rows [K][V] of one chunk by way of `tiles`, which belong to the warpgroup.
+  // Stores one chunk's state as bf16 rows [K][V], by way of `tiles`, which only this warpgroup
+  // uses.
   __device__ __forceinline__ void store_chunk(bf16* state, Tile* tiles, const Problem& p,
                                               int group) const {
     const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
     const Fragments fragments;
-    group_barrier<kConsumerBarrier>(group);  // the rows of the chunk before are read
+    group_barrier<kConsumerBarrier>(group);  // the rows of the previous chunk are read
 #pragma unroll
     for (int i = 0; i < kValues / kTile; ++i) store_tile(fragments, tiles[i], x + 32 * i);
     group_barrier<kConsumerBarrier>(group);  // the rows are written

@@ -5,15 +5,15 @@
 //   dS = 2^b_C dS' + (scale q 2^b)^T do            last chunk first
 //
 // grid    (sweep, segment, head, 128 values); two producer and two consumer warpgroups. Where V is
-//         at most 64, one consumer, and two blocks a multiprocessor. For summaries, a summary in
-//         place of a segment.
-// reads   g [B, T, H, K], k v h0, or q do dht; segment_states, segment_state_grads
-// writes  S entering every chunk, bf16 [B, chunks, H, K, V], and tiers; unless gradients are swept
-//         dS' leaving every chunk, and dh0. For summaries only segment_states or
-//         segment_state_grads and segment_decays.
+//         at most 64: one consumer, and two blocks a multiprocessor. Summaries: a summary in place
+//         of a segment.
+// reads   g [B, T, H, K]; k v h0, or q do dht; segment_states, segment_state_grads
+// writes  S entering every chunk, bf16 [B, chunks, H, K, V], and tiers; unless gradients are swept,
+//         dS' leaving every chunk, and dh0. Summaries: only segment_states or segment_state_grads,
+//         and segment_decays.
 //
-// The producers copy rows two chunks ahead and gate k or q in place, each half of the key channels;
-// the consumers hold 64 values each. Accumulation is fp32.
+// The producers copy rows two chunks ahead and gate k or q in place, half of the key channels each.
+// The consumers hold 64 values each. Accumulation is fp32.
 #include "consume.cuh"
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/device/launch.cuh"
@@ -24,7 +24,7 @@
 namespace gla_ext::cuda::sm90 {
 namespace states::fused {
 
-// Two blocks a multiprocessor where one has three warpgroups.
+// Two blocks a multiprocessor if a block has three warpgroups.
 template <int kConsumers>
 constexpr int kBlocks = kConsumers == 1 ? 2 : 1;
 template <int kConsumers>
@@ -41,7 +41,7 @@ __device__ __forceinline__ void sweep(Block<kConsumers, Gate>& s, const Problem&
                                                                     v_blocks);
   const int group = warpgroup();
   auto& unit = s.unit;
-  // Skip the last segment of a sweep: nothing reads its summary.
+  // The last segment of a sweep has nothing to do for summaries: nothing reads its summary.
   const bool idle = unit.segment.tail || (kStore == Store::kSegment &&
                                           Fields<kSweep>::ends(unit.segment) && !p.grid.with_last);
   if (group < kProducers) {
@@ -105,7 +105,7 @@ void launch(const Problem& p, bool states, bool state_grads, cudaStream_t stream
 }  // namespace states::fused
 
 void launch_states_fused(const Problem& p, cudaStream_t stream) {
-  // S and dS, and with dS dh0, also where there are no tokens.
+  // Launched for S and dS even if there are no tokens, since the sweep of dS also writes dh0.
   states::fused::launch<states::Store::kChunks>(p, true, true, stream);
 }
 

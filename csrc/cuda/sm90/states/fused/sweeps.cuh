@@ -1,4 +1,4 @@
-// The two sweeps of backward: what each reads, writes and starts from.
+// The two sweeps of backward: their inputs, outputs and initial states.
 #pragma once
 
 #include "cuda/sm90/segments/segment.cuh"
@@ -27,11 +27,11 @@ struct Fields {
   static __device__ __forceinline__ bf16* chunk_states(const Problem& p) {
     return static_cast<bf16*>(kStates ? p.S : p.dS);
   }
-  // Index of the state that enters the segment.
+  // Index of the state that enters the segment in the order of the sweep.
   static __device__ __forceinline__ int64_t state(const Segment& s) {
     return kStates ? s.state : s.last_state;
   }
-  // Whether no segment comes before, or follows, in the order of the sweep.
+  // Whether the segment is the sweep's first one of the sequence (begins) or its last one (ends).
   static __device__ __forceinline__ bool begins(const Segment& s) {
     return kStates ? s.first : s.last;
   }
@@ -43,7 +43,8 @@ struct Fields {
   }
 };
 
-// The state, or its gradient, that a sweep over a segment starts from; it is zero before.
+// Loads the state, or its gradient, from which a sweep over a segment starts. `state` must be zero
+// before.
 template <Sweep kSweep, class State>
 __device__ __forceinline__ void load_entering(State& state, const Problem& p,
                                               const Segment& segment) {
