@@ -53,7 +53,7 @@ std::tuple<at::Tensor, OptionalTensor> chunk_gla(
   return {std::move(o), std::move(state)};
 }
 
-// What they take.
+// Checks of the operators' arguments.
 namespace {
 
 // What both passes are given.

@@ -12,7 +12,7 @@
 
 namespace gla_ext {
 
-// What they take.
+// Checks of the operators' arguments.
 void check(const NormLinear& a) {
   const char* op = "norm_linear";
   const Checker check(op, "x", a.x);

@@ -25,7 +25,7 @@ GateProjectionBackwardOutputs gate_projection_bwd(const at::Tensor& dg, const at
   return op(dg, h, weight, bias, normalizer, clamp_min);
 }
 
-// What they take.
+// Checks of the operators' arguments.
 namespace {
 
 template <class Arguments>

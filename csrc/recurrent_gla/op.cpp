@@ -29,7 +29,7 @@ BackwardOutputs recurrent_gla_bwd(const at::Tensor& d_o, const OptionalTensor& d
   return op(d_o, dht, q, k, v, gk, gv, initial_state, cu_seqlens, scale, reverse, state_v_first);
 }
 
-// What they take.
+// Checks of the operators' arguments.
 namespace {
 
 template <class Arguments>

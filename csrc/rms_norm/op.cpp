@@ -57,7 +57,7 @@ at::Tensor norm_gate_linear(const at::Tensor& o, const at::Tensor& gate, const a
   return op(o, gate, weight, norm_weight, activation, eps);
 }
 
-// What they take.
+// Checks of the operators' arguments.
 namespace {
 
 // By its name, or raises.

@@ -49,7 +49,7 @@ void short_convolution_out(const at::Tensor& x, const at::Tensor& weight,
   op(x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens, out);
 }
 
-// What they take.
+// Checks of the operators' arguments.
 namespace {
 
 constexpr const char* kPoolOp = "short_convolution_";

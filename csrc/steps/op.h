@@ -37,7 +37,8 @@ struct StepInputs : StepTensors {
 };
 Shape check_step(const StepInputs& in);
 
-// For the step that has no K to take the default scale from.
+// Raises TypeError if there is no scale. For _score_grads, whose inputs do not tell K, from which
+// the default scale is computed.
 void check_scale_given(const char* op, std::optional<double> scale);
 
 using TwoTensors = std::tuple<at::Tensor, at::Tensor>;

@@ -33,7 +33,7 @@ at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at:
   return op(gate, up, weight, bias);
 }
 
-// What they take.
+// Checks of the operators' arguments.
 namespace {
 
 // gate and what has its shape [..., D], and its dtype as `others` have it too.

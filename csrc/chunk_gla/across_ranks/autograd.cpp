@@ -78,7 +78,7 @@ OptionalTensor own_row(const OptionalTensor& t, const Ranks& r, int64_t reach, i
   return given(t) && own ? OptionalTensor(t->narrow(0, row, 1)) : std::nullopt;
 }
 
-// Packed: what the last sequence leaves.
+// Packed: the summary of this rank's last sequence, which it passes on to the ranks after it.
 at::Tensor packed_summary(const Inputs& in, const OptionalTensor& initial_state, const Ranks& r) {
   const int64_t start = r.spans[2], end = r.count > 0 ? r.spans[3] : start;
   return std::get<0>(chunk_gla_summary(

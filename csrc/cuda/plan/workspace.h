@@ -80,7 +80,8 @@ inline int64_t tier_bytes(const ChunkGrid& grid, int64_t H) {
   return grid.B * grid.entries * H * kMaxTierBlocks;
 }
 
-// What a step needs that runs by itself: the chunk map, and tiers if asked for.
+// The workspace of a step that runs on its own: the chunk map of packed sequences and, if `tiers`,
+// the tiers.
 inline Workspace step_workspace(const ChunkGrid& grid, int64_t H, bool tiers) {
   Workspace w;
   if (grid.packed) {
