@@ -1,4 +1,4 @@
-// fused_recurrent_gla. pool.cpp has the same on a pool of states.
+// fused_recurrent_gla. pool.cpp has the operators on a pool of states.
 #include "op.h"
 
 #include "common/output_grad.h"
@@ -58,7 +58,7 @@ Shape check_recurrent_bwd(const RecurrentBackwardArguments& a) {
 
 namespace {
 
-// What they return while a graph is traced.
+// Results of the operators while a graph is traced.
 RecurrentForwardOutputs fwd_meta(const RecurrentForwardArguments& a) {
   const Shape s = check_recurrent_fwd(a);
   return {fresh_output(s, a.v), boundary_state_if(a.output_final_state, s, a.q, a.state_v_first)};

@@ -98,7 +98,7 @@ void check_layouts(const TokenInputs& tokens, const PoolInputs& pool, bool write
 
 namespace {
 
-// What they return while a graph is traced.
+// Results of the operators while a graph is traced.
 at::Tensor on_pool_meta(const TokenInputs& in, const PoolInputs& pool, std::optional<double>,
                         bool) {
   const Shape s = check_pool(in, pool);
