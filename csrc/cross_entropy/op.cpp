@@ -1,4 +1,4 @@
-// Cross entropy. Of the logits nothing wider is saved; backward may write over them.
+// Cross entropy. Nothing wider than the logits is saved; backward may write over them.
 #include "op.h"
 
 #include <ATen/Dispatch.h>
@@ -118,7 +118,7 @@ struct Traced {
   static void with_grad(const CrossEntropyCall&, const at::Tensor&) {}
 };
 
-// The gradient by torch's operations, to be differentiated again, or of several gradients at once.
+// The gradient by torch's operations, for double backward, or for several gradients at once.
 at::Tensor differentiable_gradient(const at::Tensor& dloss, const at::Tensor& logits,
                                    const at::Tensor& target, const CrossEntropyArguments& o) {
   at::Tensor s = logits.to(accumulate_of(logits)) * o.logit_scale, slope;
