@@ -6,7 +6,7 @@
 
 namespace gla_ext::cpu {
 
-// DEFAULT, AVX2 or AVX512. torch chooses, so ATEN_CPU_CAPABILITY means the same to both.
+// DEFAULT, AVX2 or AVX512. torch makes this choice, so ATEN_CPU_CAPABILITY applies to both.
 std::string capability_in_use();
 std::vector<std::string> capabilities_built();
 

@@ -65,7 +65,7 @@ inline void scores_diagonal(const Problem<T>& p, Tiles<T>& t) {
   }
 }
 
-// Both steps. A is then the operand of steps 5 and backward 4.
+// Both steps. A is then the operand of forward step 5 and backward step 4.
 template <typename T>
 inline void scores(const Problem<T>& p, Tiles<T>& t) {
   begin_scores(t);
