@@ -41,7 +41,7 @@ class Call {
   at::Tensor output(Rows& rows, int64_t last_dim, at::ScalarType dtype);
   // The gradient of a gate; it has 0 elements if the gate is absent.
   at::Tensor gate_grad(Rows& rows, int64_t last_dim, const OptionalTensor& g);
-  // The same for a gate per head, [B, T, H, 1]; 0 elements also if the gradient is not wanted.
+  // That of a gate per head, [B, T, H, 1]; 0 elements also if the gradient is not wanted.
   at::Tensor head_gate_grad(Rows& rows, const OptionalTensor& g);
   at::Tensor output_state(float*& state);
   // Entries that no sequence needs are zero.

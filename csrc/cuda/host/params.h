@@ -176,7 +176,7 @@ struct Problem {
   // bf16 inputs.
   Rows A, A_diagonal, dA;
   bool whole_scores = false;          // A holds the diagonal blocks too, A_diagonal is absent
-  Rows dq_intra, dk_intra, dg_intra;  // [B, T, H, K] fp32, what step 6 hands to step 7
+  Rows dq_intra, dk_intra, dg_intra;  // [B, T, H, K] fp32, from step 6 to step 7
 
   const float* h0 = nullptr;   // [N, H, K, V]
   const float* dht = nullptr;  // [N, H, K, V]
