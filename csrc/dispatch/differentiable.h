@@ -12,7 +12,7 @@
 //       ctx->save_for_backward({gate, up});
 //       return 1;
 //     }
-//     // The gradients of the first arguments, undefined where there is none. Not called if
+//     // The gradients of the first arguments, undefined if there is none. Not called if
 //     // no output has received a gradient.
 //     static variable_list backward(AutogradContext* ctx, const variable_list& grads);
 //   };
