@@ -25,7 +25,7 @@ struct Checkpoints {
   std::vector<int64_t> first;  // [N + 1]
   at::Tensor states;           // [all, H, K, V]
 
-  // Writes those of sequences that have a row to where they are wanted.
+  // Writes the checkpoints of sequences that have a row to their places.
   void write(const PoolArguments& a, const std::vector<int64_t>& slots) const {
     const at::Tensor& to = given(a.checkpoints) ? *a.checkpoints : a.state;
     const auto N = static_cast<int64_t>(slots.size());
