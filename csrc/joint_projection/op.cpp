@@ -51,7 +51,7 @@ at::Tensor joined(at::TensorList weights, at::ScalarType dtype) {
   return whole;
 }
 
-// x Wᵀ for each of the weights, which have one dtype and are cast to `dtype`. together: the results
+// x Wᵀ for each of the weights, which are alike and cast to `dtype`. together: the results
 // are parts of one tensor.
 variable_list products(const at::Tensor& x, at::TensorList weights, at::ScalarType dtype,
                        bool together) {
