@@ -1,4 +1,4 @@
-// chunk_gla's arguments by name (dispatch/arguments.h), and what they are checked for.
+// chunk_gla's arguments by name (dispatch/arguments.h), and their checks.
 #pragma once
 
 #include "common/shape.h"
@@ -7,7 +7,7 @@
 
 namespace gla_ext {
 
-// As ops.h describes them.
+// Described in ops.h.
 struct ForwardArguments {
   const at::Tensor &q, &k, &v;
   const OptionalTensor &g, &gv, &initial_state, &cu_seqlens;
@@ -32,10 +32,10 @@ ForwardOutputs dispatch(const ForwardArguments& a);
 
 // The checks, for every backend and for tracing.
 Shape check_chunk_gla_fwd(const ForwardArguments& a);
-// The same under another operator's name.
+// The same checks under another operator's name.
 Shape check_chunk_inputs(const char* op, const ForwardArguments& a);
 
-// Of for_backward_bytes, what to allocate for `for_backward`.
+// Checks for_backward_bytes. Returns what to allocate for `for_backward`.
 int64_t check_for_backward_bytes(const char* op, int64_t for_backward_bytes);
 
 Shape check_chunk_gla_bwd(const BackwardArguments& a);

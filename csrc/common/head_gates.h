@@ -1,5 +1,6 @@
-// One gate a head: g [B, T, HK] in place of [B, T, HK, K], the decay of all key channels alike.
-// Kernels that know channels alone read it spread over them, and its gradient is the sum of theirs.
+// One gate per head: g [B, T, HK] in place of [B, T, HK, K], the same decay for all key channels.
+// Kernels that need a gate per channel read it expanded over the channels; its gradient is the sum
+// of theirs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,8 +23,8 @@ inline OptionalTensor over_channels(const OptionalTensor& g, int64_t K) {
   return given(g) ? OptionalTensor(over_channels(*g, K)) : g;
 }
 
-// What the gradient of a gate is summed in before it is rounded to the gate's dtype: kernels write
-// that of a head's gate by channels.
+// The dtype in which a gate's gradient is summed before it is rounded to the gate's dtype: kernels
+// write the gradient of a head's gate by channels.
 inline at::ScalarType gate_grad_dtype(const OptionalTensor& g, at::ScalarType accumulate) {
   return is_head_gate(g) ? accumulate : g->scalar_type();
 }
@@ -31,7 +32,7 @@ inline at::ScalarType gate_grad_dtype(const OptionalTensor& g, at::ScalarType ac
 // dg of kernels, [B, T, HK, K] in gate_grad_dtype, as the gradient of g.
 inline at::Tensor sum_over_channels(const at::Tensor& dg, const OptionalTensor& g) {
   if (!is_head_gate(g)) return dg;
-  // By its own dtype, lest autocast take another.
+  // With an explicit dtype, so that autocast does not choose another.
   return at::sum(dg, {3}, /*keepdim=*/false, dg.scalar_type()).to(g->scalar_type());
 }
 

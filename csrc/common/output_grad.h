@@ -1,4 +1,4 @@
-// The gradient of an operator's output where none has come.
+// The gradient of an operator's output if none has been passed.
 #pragma once
 
 #include <ATen/core/Tensor.h>

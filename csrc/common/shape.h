@@ -1,4 +1,4 @@
-// What every backend needs to know of a call: what the checks return.
+// The properties of a call that every backend needs; the checks return them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,7 +12,7 @@ namespace gla_ext {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// An optional tensor that is there and defined.
+// Whether an optional tensor is there and defined.
 inline bool given(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
 struct Shape {

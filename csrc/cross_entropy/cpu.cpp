@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kElementsPerTask = 8192;
 
-// One call; holds the copies that some inputs need.
+// One call. Holds the copies that some inputs need.
 template <typename T>
 class CrossEntropyTasks {
  public:
@@ -59,7 +59,7 @@ class CrossEntropyTasks {
 };
 
 struct Backend {
-  // f(CrossEntropyTasks<float or double>) by the accumulation dtype.
+  // Calls f(CrossEntropyTasks<float or double>), depending on the accumulation dtype.
   template <typename F>
   static void with_tasks(const CrossEntropyCall& call, F&& f) {
     if (call.accumulate == at::kDouble)

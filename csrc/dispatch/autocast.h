@@ -10,7 +10,7 @@
 
 namespace gla_ext {
 
-// Casts what autocast casts, as long as it stands, with autocast itself off.
+// Casts as autocast does. Autocast itself is off as long as this object lives.
 template <c10::DeviceType device>
 class Cast {
  public:
@@ -34,7 +34,7 @@ class Cast {
   at::ScalarType dtype_ = at::autocast::get_autocast_dtype(device);
 };
 
-// The kernel of the operator that `call` runs.
+// The autocast kernel of the operator that `call` runs.
 template <c10::DeviceType device, size_t count, auto call>
 struct CastFirst;
 
@@ -51,7 +51,7 @@ struct CastFirst<device, count, call> {
   }
 };
 
-// Registers them for the operator that `call` runs: its first `count` arguments are cast.
+// Registers these kernels for the operator that `call` runs: its first `count` arguments are cast.
 template <size_t count, auto call>
 void autocast_first(torch::Library& m, const char* name) {
   using c10::DeviceType, c10::DispatchKey;

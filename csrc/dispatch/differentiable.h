@@ -12,8 +12,8 @@
 //       ctx->save_for_backward({gate, up});
 //       return 1;
 //     }
-//     // The gradients of the first arguments, undefined where there is none. It is not called
-//     // where no gradient of an output has come.
+//     // The gradients of the first arguments, undefined if there is none. Not called if
+//     // no output has received a gradient.
 //     static variable_list backward(AutogradContext* ctx, const variable_list& grads);
 //   };
 //   m.impl(Swiglu::fwd, Differentiable<swiglu_fwd, Swiglu>::run);
@@ -36,7 +36,7 @@ namespace gla_ext {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Saved tensors, of which some may be absent.
+// Saves tensors, of which some may be absent.
 inline void save(AutogradContext* ctx, std::initializer_list<OptionalTensor> tensors) {
   variable_list saved;
   for (const OptionalTensor& t : tensors) saved.push_back(or_undefined(t));
@@ -48,7 +48,7 @@ inline at::Tensor grad_of(const at::Tensor& argument, const at::Tensor& grad) {
   return argument.defined() ? grad : at::Tensor();
 }
 
-// An operator's result as a list, and back.
+// Converts an operator's result to a list, and back.
 inline variable_list to_list(at::Tensor result) { return {std::move(result)}; }
 template <typename... Tensors>
 variable_list to_list(std::tuple<Tensors...> result) {
@@ -67,7 +67,7 @@ Result from_list(const variable_list& list) {
     return from_list<Result>(list, std::make_index_sequence<std::tuple_size_v<Result>>{});
 }
 
-// The operator that `call` runs, below autograd.
+// Runs the operator of `call` below autograd.
 template <auto call, typename... Args>
 auto below_autograd(Args&&... args) {
   at::AutoDispatchBelowADInplaceOrView below;
@@ -84,7 +84,7 @@ struct Differentiable<call, Gradient> {
     return at::GradMode::is_enabled() ? record(args...) : below_autograd<call>(args...);
   }
 
-  // The call in grad mode, of arguments that were looked at.
+  // The call in grad mode. Its arguments have already been checked.
   static Result record(Args... args) {
     variable_list rest;
     variable_list outputs = Function::apply(args..., &rest);
@@ -125,7 +125,7 @@ struct Differentiable<call, Gradient> {
   };
 };
 
-// A backward operator: what it returns has no gradient.
+// A backward operator: its results have no gradient.
 template <auto call, class Gradient>
 struct DifferentiableOnce;
 

@@ -1,7 +1,8 @@
 // The Autograd and ADInplaceOrView kernels of operators that write to their arguments, or read a
-// pool that others write to. They have no gradient, and say so instead of losing it. One key below,
-// where inference mode passes too, they tell autograd, which may have saved what is written to.
-// Decoding calls some once a layer and token, so each is unboxed.
+// pool that others write to. They have no gradient: the Autograd kernel raises instead of losing
+// it. The ADInplaceOrView kernel, which inference mode also calls, tells autograd that a tensor has
+// been written to, as autograd may have saved it. Decoding calls some of them once per layer and
+// token, so each is unboxed.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -15,7 +16,7 @@
 namespace gla_ext {
 
 // The Autograd kernel of any operator that has no gradient and writes nothing. instead: the
-// sentence after its name.
+// sentence after its name in the message.
 template <const char* instead>
 void run_without_gradient(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   refuse_gradients(op, *stack, instead);
@@ -29,12 +30,12 @@ void without_gradient(torch::Library& m, std::initializer_list<const char*> oper
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_without_gradient<instead>>());
 }
 
-// What an operator without a gradient says: its name and the sentence after it.
+// The error of an operator without a gradient: its name and the sentence after it.
 struct Refusal {
   const char *op, *instead;
 };
 
-// One argument of a call. Those that are no tensors pass.
+// Checks one argument of a call. Arguments that are not tensors pass.
 template <typename T>
 void refuse_gradient_of(const Refusal& refusal, const T& argument) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
@@ -44,7 +45,7 @@ void refuse_gradient_of(const Refusal& refusal, const T& argument) {
   }
 }
 
-// Written are the tensors that a call takes as at::Tensor&.
+// A call writes to the tensors that it takes as at::Tensor&.
 inline void tell_if_written(at::Tensor& written) { tell_autograd(written); }
 template <typename T>
 void tell_if_written(const T&) {}
@@ -61,7 +62,7 @@ struct InPlace<call> {
   static Result refuse(Args... args) {
     refuse_transforms(refusal.op);
     (refuse_gradient_of(refusal, args), ...);
-    // What writes goes to run_and_tell next.
+    // A call that writes goes to run_and_tell next.
     std::conditional_t<writes, at::AutoDispatchBelowAutograd, at::AutoDispatchBelowADInplaceOrView>
         below;
     return call(args...);
@@ -83,7 +84,7 @@ struct InPlace<call> {
   }
 };
 
-// Registers them.
+// Registers both kernels.
 template <auto call, const Refusal& refusal>
 void in_place(torch::Library& m, const char* name) {
   using c10::DispatchKey;

@@ -6,7 +6,7 @@
 
 namespace gla_ext {
 
-// What operators return while a graph is traced, of sizes that may be symbolic.
+// Results of operators while a graph is traced. Their sizes may be symbolic.
 inline at::Tensor empty(c10::SymIntArrayRef sizes, const at::Tensor& like, at::ScalarType dtype) {
   return at::empty_symint(sizes,
                           like.options().dtype(dtype).memory_format(at::MemoryFormat::Contiguous));
@@ -16,7 +16,7 @@ inline at::Tensor fresh(const at::Tensor& like) {
   return empty(like.sym_sizes(), like, like.scalar_type());
 }
 
-// o, of q's heads.
+// The output o, which has q's heads.
 inline at::Tensor fresh_output(const Shape& s, const at::Tensor& v) {
   return empty({s.B, s.T, s.H, s.V}, v, v.scalar_type());
 }
@@ -26,13 +26,13 @@ inline at::Tensor gate_grad(const OptionalTensor& g, const at::Tensor& q, const 
   return given(g) ? fresh(*g) : empty({0}, q, s.accumulate);
 }
 
-// [N, H, K, V] or v-first.
+// [N, H, K, V], or [N, H, V, K] if v_first.
 inline at::Tensor boundary_state(const Shape& s, const at::Tensor& like, bool v_first) {
   return v_first ? empty({s.N, s.H, s.V, s.K}, like, s.accumulate)
                  : empty({s.N, s.H, s.K, s.V}, like, s.accumulate);
 }
 
-// The same, or nothing.
+// boundary_state, or 0 elements if it is not asked for.
 inline at::Tensor boundary_state_if(bool asked_for, const Shape& s, const at::Tensor& like,
                                     bool v_first) {
   return asked_for ? boundary_state(s, like, v_first) : empty({0}, like, s.accumulate);

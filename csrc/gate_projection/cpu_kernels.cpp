@@ -21,7 +21,7 @@ inline int64_t row_offset(const StridedRows& rows, int64_t inner_rows, int64_t r
   return row / inner_rows * rows.strides.outer + row % inner_rows * rows.strides.inner;
 }
 
-// f(row) for the rows of a task.
+// Calls f(row) for the rows of a task.
 template <typename T, typename F>
 inline void for_rows(const GateProjection<T>& p, int64_t task, F f) {
   const int64_t first = task * p.rows_per_task, end = first + p.rows_per_task;

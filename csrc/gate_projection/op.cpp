@@ -25,7 +25,7 @@ GateProjectionBackwardOutputs gate_projection_bwd(const at::Tensor& dg, const at
   return op(dg, h, weight, bias, normalizer, clamp_min);
 }
 
-// What they take.
+// Checks of the operators' arguments.
 namespace {
 
 template <class Arguments>
@@ -69,7 +69,7 @@ void check_gate_projection(const GateBackward& a) {
 
 namespace {
 
-// What they return while a graph is traced.
+// Results of the operators while a graph is traced.
 at::Tensor fwd_meta(const GateForward& a) {
   check_gate_projection(a);
   return empty(sizes_of_gates(a.h, a.weight), a.h, a.h.scalar_type());
@@ -81,7 +81,7 @@ GateProjectionBackwardOutputs bwd_meta(const GateBackward& a) {
           given(a.bias) ? fresh(*a.bias) : empty({0}, a.h, a.h.scalar_type())};
 }
 
-// h and the parameters are saved, z is made again in backward.
+// Saves h and the parameters; backward computes z again.
 struct GateProjection {
   static constexpr const char *fwd = "gate_projection_fwd", *bwd = "gate_projection_bwd";
 

@@ -37,7 +37,7 @@ inline void store_norm_row(const T* src, const Norm<T>& p, const NormRows& rows,
   convert_row_back(rows.data, rows.dtype, norm_offset(p, rows, row), src, p.width);
 }
 
-// x becomes the stream, residual + x, as it is rounded there.
+// x becomes the stream: residual + x, rounded as it is stored.
 template <typename T>
 inline void add_residual_row(const Norm<T>& p, int64_t row, T* x, T* residual) {
   load_norm_row(residual, p, p.residual, row);
@@ -46,7 +46,7 @@ inline void add_residual_row(const Norm<T>& p, int64_t row, T* x, T* residual) {
   load_norm_row(x, p, p.stream, row);
 }
 
-// The gradient of the row's norm, with the stream's own, is that of the residual and of x.
+// The gradient of the row's norm plus that of the stream is the gradient of both residual and x.
 template <typename T>
 inline void store_residual_grads(const Norm<T>& p, int64_t row, T* u, T* dstream) {
   if (p.dstream.data != nullptr) {
@@ -57,7 +57,7 @@ inline void store_residual_grads(const Norm<T>& p, int64_t row, T* u, T* dstream
   if (p.dx.data != nullptr) store_norm_row(u, p, p.dx, row);
 }
 
-// In fp64: its rounding would be that of the whole row.
+// Sums in fp64, as a rounding error here would be in the whole row.
 template <typename T>
 inline double mean_of(const Norm<T>& p, const Vec<T>& sums) {
   T lanes[Vec<T>::size()];
@@ -67,7 +67,7 @@ inline double mean_of(const Norm<T>& p, const Vec<T>& sums) {
   return sum / static_cast<double>(p.width);
 }
 
-// f(row) for the rows of a task.
+// Calls f(row) for the rows of a task.
 template <typename T, typename F>
 inline void for_rows(const Norm<T>& p, int64_t task, F f) {
   const int64_t first = task * p.rows_per_task, end = first + p.rows_per_task;

@@ -1,4 +1,4 @@
-// What each step takes, for the checks of every backend and of tracing.
+// The inputs of each step and their checks, for every backend and for tracing.
 #pragma once
 
 #include <torch/library.h>
@@ -7,15 +7,15 @@
 
 namespace gla_ext {
 
-// States of every chunk hold what the products round to anyway: bf16 for bf16 inputs, else the
+// The dtype of the chunks' states, to which products round anyway: bf16 for bf16 inputs, else the
 // accumulation dtype.
 inline at::ScalarType chunk_states_dtype(const at::Tensor& q) {
   if (q.scalar_type() == at::kBFloat16) return at::kBFloat16;
   return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// The tensors of a step. What it does not take is left out; at least one of q, k, v, d_o, b or g is
-// there.
+// The tensors of a step; those that it does not take are null. At least one of q, k, v, d_o, b or g
+// is given.
 struct StepTensors {
   const at::Tensor *q = nullptr, *k = nullptr, *v = nullptr, *d_o = nullptr;  // [B, T, H, K | V]
   const at::Tensor* g = nullptr;                                              // [B, T, H, K]
@@ -32,19 +32,20 @@ struct StepInputs : StepTensors {
   std::optional<double> scale = 1.0;
   bool state_v_first = false;
 
-  // The first of those that are there.
+  // The first tensor that is given.
   const at::Tensor& first() const;
 };
 Shape check_step(const StepInputs& in);
 
-// For the step that has no K to take the default scale from.
+// Raises TypeError if there is no scale. For _score_grads, whose inputs do not tell K, from which
+// the default scale is computed.
 void check_scale_given(const char* op, std::optional<double> scale);
 
 using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
 using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// The operators as the dispatcher calls them, by their arguments one by one. Backend::run(inputs,
-// f) checks the inputs and gives f a step of that backend, which has a function for each operator.
+// The operators as the dispatcher calls them, with positional arguments. Backend::run(inputs, f)
+// checks the inputs and gives f a step of that backend, which has a function for each operator.
 template <class Backend>
 struct StepsOn {
   static at::Tensor gate_cumsum(const at::Tensor& g, const OptionalTensor& cu_seqlens) {

@@ -1,4 +1,4 @@
-// What SwiGLU takes, for every backend and for tracing.
+// The inputs of SwiGLU, for every backend and for tracing.
 #pragma once
 
 #include "common/shape.h"

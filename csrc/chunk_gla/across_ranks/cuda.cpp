@@ -1,5 +1,5 @@
-// The halves of chunk_gla on CUDA: on the fused path they share what the first has made; elsewhere
-// each is a pass of its own.
+// The halves of chunk_gla on CUDA. On the fused path the second uses results of the first;
+// otherwise each is a pass of its own.
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -107,7 +107,7 @@ ForwardOutputs apply_cuda(const at::Tensor& q, const at::Tensor& k, const at::Te
   return {o, final_state, entering};
 }
 
-// The plan of backward, with what forward has left in its place if it is of the plan's size.
+// The plan of backward. If what forward has left has the plan's size, it is put in its place.
 CallPlan plan_backward(Call& call, bool batch_invariant, const at::Tensor& prepared) {
   if (prepared.numel() > 0) {
     CallPlan plan = call.plan(batch_invariant, /*for_backward=*/true, /*in_halves=*/true);

@@ -118,8 +118,8 @@ void check_chunk_gla_fold(const FoldArguments& a) {
 
 namespace {
 
-// What they return while a graph is traced.
-// The halves, whose shared tensors have the sizes that the caller was told.
+// Results while a graph is traced. Tensors that the halves share have the sizes that the caller was
+// told.
 Shape check_halves(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                    const OptionalTensor& g, const OptionalTensor& gv,
                    const OptionalTensor& initial_state, bool state_v_first) {

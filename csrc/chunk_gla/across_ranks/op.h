@@ -1,5 +1,5 @@
-// The halves of chunk_gla composed of the whole, for devices and calls without kernels that share
-// work between them; and the fold between them, from tensors to what a backend's loop takes.
+// The halves of chunk_gla, composed of whole passes, for devices and calls without kernels that
+// share work between halves. Also the fold: from tensors to the struct that a backend's loop takes.
 #pragma once
 
 #include "chunk_gla/op.h"
@@ -8,7 +8,7 @@
 
 namespace gla_ext {
 
-// Of chunk_gla_fold, as ops.h describes them.
+// The arguments of chunk_gla_fold, described in ops.h.
 struct FoldArguments {
   const at::Tensor& summaries;
   const OptionalTensor &decays, &boundary;
@@ -29,7 +29,7 @@ namespace halves {
 // The sum of a gate over the tokens, [B, H, D], of H heads.
 at::Tensor sum_of_gates(const OptionalTensor& gate, const at::Tensor& q, const Shape& shape);
 
-// What follow leave `prepared` and `entering` of the given sizes unused.
+// The following functions do not use `prepared` and `entering`, which have the given sizes.
 std::tuple<at::Tensor, at::Tensor> summary(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
     const OptionalTensor& gv, const OptionalTensor& initial_state, std::optional<double> scale,
@@ -86,7 +86,7 @@ struct FoldTensors {
   at::Tensor x, kept;
 };
 
-// chunk_gla_fold's arguments one by one, as a backend registers it.
+// chunk_gla_fold with positional arguments, as a backend registers it.
 template <std::tuple<at::Tensor, at::Tensor> (*kernel)(const FoldArguments&)>
 std::tuple<at::Tensor, at::Tensor> positional_fold(
     const at::Tensor& summaries, const OptionalTensor& decays, const OptionalTensor& boundary,

@@ -1,11 +1,11 @@
-// chunk_gla_, on a pool of states: its arguments by name, and what they are checked for.
+// chunk_gla_, on a pool of states: its arguments by name, and their checks.
 #pragma once
 
 #include "chunk_gla/op.h"
 
 namespace gla_ext {
 
-// As ops.h describes them.
+// Described in ops.h.
 struct PoolArguments {
   const at::Tensor &q, &k, &v;
   const OptionalTensor &g, &gv;
@@ -26,7 +26,7 @@ constexpr int64_t kMostCheckpointTokens = int64_t{1} << 30;  // between two of a
 
 Shape check_chunk_gla_on_pool(const PoolArguments& a);
 
-// For backends: the pool, the checkpoints and `out` are written where they lie.
+// For backends, which write the pool, the checkpoints and `out` in place.
 void check_pool_layouts(const PoolArguments& a);
 
 }  // namespace gla_ext

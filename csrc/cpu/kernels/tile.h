@@ -1,4 +1,4 @@
-// The vocabulary of the CPU kernels: padded tiles, conversions between memory and tiles,
+// The basic helpers of the CPU kernels: padded tiles, conversions between memory and tiles, and
 // transposes.
 //
 // A tile is a row-major matrix whose leading dimension is a multiple of kPad elements and whose
@@ -57,7 +57,7 @@ inline void fill(T* out, int64_t n, T value) {
   for (int64_t i = 0; i < n; ++i) out[i] = value;
 }
 
-// memcpy for rows: short, and called by the hundred a chunk.
+// memcpy for rows, which are short and copied by the hundred per chunk.
 template <typename T>
 inline void copy_row(T* dst, const T* src, int64_t n) {
   int64_t i = 0;
@@ -106,7 +106,7 @@ inline void convert_row_back(void* dst, DType dtype, int64_t offset, const T* sr
   }
 }
 
-// dst[L, ld] <- rows of one chunk; the D..ld columns become zero.
+// dst[L, ld] <- rows of one chunk; columns D..ld become zero.
 template <typename T>
 inline void load_rows(T* dst, int64_t ld, const Rows& rows, const Chunk& chunk, int64_t D) {
   const int64_t base = chunk.row * rows.stride_b + rows.head_offset(chunk.head);
@@ -137,7 +137,7 @@ inline void round_to_bf16(T* x, int64_t n) {
   }
 }
 
-// dst[L, ld] = src ⊙ factor, rounded when asked.
+// dst[L, ld] = src ⊙ factor, rounded if `round`.
 template <typename T>
 inline void gated(T* dst, const T* src, const T* factor, int64_t n, bool round) {
   map<T>(n, [](Vec<T> a, Vec<T> b) { return a * b; }, dst, src, factor);
@@ -169,7 +169,7 @@ inline void transpose(T* dst, int64_t ld_dst, const T* src, int64_t ld_src, int6
   }
 }
 
-// dst[K, ld] <- one [K, V] (or [V, K]) matrix; the V..ld columns become zero. src == nullptr: zero.
+// dst[K, ld] <- one [K, V] (or [V, K]) matrix; columns V..ld become zero. src == nullptr: zero.
 template <typename T>
 inline void load_state(T* dst, int64_t ld, const T* src, bool v_first, int64_t K, int64_t V) {
   std::memset(dst, 0, K * ld * sizeof(T));
@@ -183,7 +183,7 @@ inline void load_state(T* dst, int64_t ld, const T* src, bool v_first, int64_t K
   }
 }
 
-// The same of states that may be stored shorter; `buffer` has room for a row of them.
+// load_state for states that may be stored shorter; `buffer` has room for a row of them.
 template <typename T>
 inline void load_state(T* dst, int64_t ld, const void* src, DType dtype, bool v_first, int64_t K,
                        int64_t V, T* buffer) {
