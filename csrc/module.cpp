@@ -1,4 +1,4 @@
-// gla_ext._C: what is not a tensor operator. The only file that includes Python headers.
+// gla_ext._C: everything that is not a tensor operator. The only file that includes Python headers.
 #include <ATen/Parallel.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -34,7 +34,7 @@ py::dict build_info() {
   return info;
 }
 
-// What is asked of a plan: as CUDA's takes it, and the dtype's name.
+// The inputs of a plan, as the CUDA plan takes them, and the dtype's name.
 struct PlanRequest {
   gla_ext::cuda::PlanInputs in;
   std::string dtype;

@@ -10,7 +10,7 @@
 
 namespace gla_ext {
 
-// A tensor that may be absent.
+// A tensor that may be absent: std::nullopt, or a tensor that is not defined.
 using OptionalTensor = std::optional<at::Tensor>;
 
 // Gated linear attention (Yang et al., arXiv 2312.06635):

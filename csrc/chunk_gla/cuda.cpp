@@ -45,7 +45,7 @@ BackwardOutputs chunk_gla_bwd_cuda(const BackwardArguments& a) {
   CallPlan plan = call.plan(a.batch_invariant, /*for_backward=*/has_for_backward);
   if (has_for_backward && !call.input_for_backward(plan, *a.for_backward))
     plan = call.plan(a.batch_invariant, /*for_backward=*/false);
-  // Kernels of gates by channels write dg, asked for or not.
+  // Kernels for a gate per channel always write dg, even if it is not wanted.
   const bool reads_head_gates = plan.backward.reads_head_gates;
   at::Tensor dg =
                  reads_head_gates ? call.head_gate_grad(p.dg, a.g) : call.gate_grad(p.dg, p.K, a.g),

@@ -58,10 +58,10 @@ std::tuple<at::Tensor, OptionalTensor> chunk_gla(
   return {std::move(o), std::move(state)};
 }
 
-// What they take.
+// Checks of the operators' arguments.
 namespace {
 
-// What both passes are given.
+// The inputs of both passes.
 template <class Arguments>
 Shape check_inputs(const char* op, const Arguments& a) {
   const Checker check(op, "q", a.q);
@@ -98,7 +98,7 @@ Shape check_chunk_gla_bwd(const BackwardArguments& a) {
 
 namespace {
 
-// What they return while a graph is traced.
+// Results of the operators while a graph is traced.
 ForwardOutputs chunk_gla_fwd_meta(const ForwardArguments& a) {
   const Shape s = check_chunk_gla_fwd(a);
   return {fresh_output(s, a.v), boundary_state_if(a.output_final_state, s, a.q, a.state_v_first),
@@ -110,7 +110,7 @@ BackwardOutputs chunk_gla_bwd_meta(const BackwardArguments& a) {
                          a.gv, a.initial_state, a.state_v_first);
 }
 
-// Saved are the inputs and what the device's plan leaves for backward (for_backward.h).
+// Saves the inputs and what the device's plan keeps for backward (for_backward.h).
 struct ChunkGla {
   static constexpr const char *fwd = "chunk_gla_fwd", *bwd = "chunk_gla_bwd";
 
@@ -165,7 +165,7 @@ ForwardOutputs chunk_gla_fwd_autograd(const ForwardArguments& a) {
   auto [o, final_state, for_backward] = Differentiable<chunk_gla_fwd, ChunkGla>::record(
       a.q, a.k, a.v, a.g, a.gv, a.initial_state, a.cu_seqlens, a.scale, a.output_final_state,
       a.state_v_first, a.batch_invariant, bytes);
-  // The caller of the operator holds nothing that it has not asked for.
+  // The operator's caller must not hold what it has not asked for.
   if (planned && bytes > 0) for_backward = for_backward.new_empty({0});
   return {o, final_state, for_backward};
 }

@@ -1,4 +1,4 @@
-// chunk_gla's arguments by name (dispatch/arguments.h), and what they are checked for.
+// chunk_gla's arguments by name (dispatch/arguments.h), and their checks.
 #pragma once
 
 #include "common/shape.h"
@@ -7,7 +7,8 @@
 
 namespace gla_ext {
 
-// As ops.h describes them. What several operators take is a base, in the order of the schema.
+// The arguments, described in ops.h. Those that several operators take are a base class, in the
+// order of the schema.
 struct ChunkInputs {
   const at::Tensor &q, &k, &v;
   const OptionalTensor &g, &gv;
@@ -37,9 +38,10 @@ ForwardOutputs dispatch(const ForwardArguments& a);
 BackwardOutputs dispatch(const BackwardArguments& a);
 
 // The checks, for every backend and for tracing.
+// op: the name in errors.
 Shape check_chunk_gla_fwd(const ForwardArguments& a, const char* op = "chunk_gla");
 
-// Of for_backward_bytes, what to allocate for `for_backward`.
+// Checks for_backward_bytes. Returns what to allocate for `for_backward`.
 int64_t check_for_backward_bytes(const char* op, int64_t for_backward_bytes);
 
 Shape check_chunk_gla_bwd(const BackwardArguments& a);

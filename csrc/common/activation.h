@@ -1,4 +1,4 @@
-// The activations that gates have, on every backend: plain, no torch header.
+// The activations of gates, for every backend: plain, no torch header.
 #pragma once
 
 #include <cstdint>

@@ -5,7 +5,7 @@
 
 namespace gla_ext {
 
-constexpr int64_t kChunk = 64;     // C: tokens a chunk
-constexpr int64_t kSubChunk = 16;  // c: tokens a sub-chunk
+constexpr int64_t kChunk = 64;     // C: tokens per chunk
+constexpr int64_t kSubChunk = 16;  // c: tokens per sub-chunk
 
 }  // namespace gla_ext

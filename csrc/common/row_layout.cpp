@@ -6,7 +6,7 @@
 namespace gla_ext {
 namespace {
 
-// The one stride between the rows that dimensions [first, last) count, if there is one.
+// The single stride between the rows that dimensions [first, last) count, if there is one.
 std::optional<int64_t> row_stride(const at::Tensor& t, int64_t first, int64_t last) {
   int64_t stride = 0, rows = 1;
   for (int64_t dim = last - 1; dim >= first; --dim) {

@@ -9,8 +9,8 @@
 
 namespace gla_ext {
 
-// Tensors of one shape [..., V] as rows of V contiguous elements. Those that two strides do not
-// describe are copied.
+// Tensors of one shape [..., V] as rows of V contiguous elements. Tensors whose rows need more than
+// two strides are copied.
 struct RowLayout {
   int64_t rows = 0, inner_rows = 1, width = 1;
   std::vector<at::Tensor> tensors;
@@ -21,7 +21,8 @@ struct RowLayout {
 };
 RowLayout lay_out_rows(std::vector<at::Tensor> tensors);
 
-// The same for what does not look at rows: contiguous tensors are one row. None may be empty.
+// lay_out_rows for kernels that do not depend on rows: contiguous tensors become one row. No tensor
+// may be empty.
 RowLayout lay_out_elements(std::vector<at::Tensor> tensors);
 
 }  // namespace gla_ext

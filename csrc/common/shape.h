@@ -1,4 +1,4 @@
-// What every backend needs to know of a call: what the checks return.
+// The properties of a call that every backend needs; the checks return them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,10 +13,10 @@ namespace gla_ext {
 
 inline const OptionalTensor kAbsent;
 
-// An optional tensor that is there and defined.
+// Whether an optional tensor is there and defined.
 inline bool given(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
-// What sums of such inputs are made in.
+// The dtype in which sums over such inputs are accumulated.
 inline at::ScalarType accumulate_of(const at::Tensor& t) {
   return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }

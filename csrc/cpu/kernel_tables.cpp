@@ -6,7 +6,7 @@ namespace gla_ext::cpu {
 
 std::string capability_in_use() {
 #if defined(__x86_64__)
-  // torch also names AVX512 variants.
+  // torch also has names for variants of AVX512.
   static const std::string chosen = [] {
     const std::string torch = at::get_cpu_capability();
     if (torch.rfind("AVX512", 0) == 0) return "AVX512";

@@ -1,4 +1,4 @@
-// An operator's CPU kernels, compiled once a capability, and which of them run.
+// An operator's CPU kernels, compiled once per capability, and the choice of those that run.
 #pragma once
 
 #include <string>
@@ -6,12 +6,12 @@
 
 namespace gla_ext::cpu {
 
-// DEFAULT, AVX2 or AVX512: torch's own choice, so that ATEN_CPU_CAPABILITY means the same to both.
+// DEFAULT, AVX2 or AVX512. torch makes this choice, so ATEN_CPU_CAPABILITY applies to both.
 std::string capability_in_use();
 std::vector<std::string> capabilities_built();
 
-// An operator's tables, each of functions that are compiled for one capability: its
-// cpu_kernels.cpp, which is compiled for each, has
+// An operator's tables, one for each capability that its functions are compiled for. Its
+// cpu_kernels.cpp is compiled for each of them and has
 //   template <>
 //   const SwigluKernels<float> KernelTables<SwigluKernels<float>>::CPU_CAPABILITY = {…};
 template <class Table>
@@ -21,7 +21,7 @@ struct KernelTables {
   static const Table AVX2, AVX512;
 #endif
 
-  // The one for the processor at hand.
+  // The table for this processor.
   static const Table& in_use() {
 #if defined(__x86_64__)
     static const std::string capability = capability_in_use();

@@ -1,4 +1,4 @@
-// chunk_gla's CPU kernels and those of its steps, as the host side sees them.
+// The CPU kernels of chunk_gla and of its steps, as the host calls them.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 
 namespace gla_ext::cpu {
 
-// Every task works on its own workspace of `workspace_size(K, V, value_gated)` elements, 64-byte
-// aligned. `backward_sweep` needs room for the sequence's states after it: chunks * K * V elements
-// more.
+// Every task has its own workspace of `workspace_size(K, V, value_gated)` elements, 64-byte
+// aligned. For `backward_sweep` it is followed by room for the sequence's states: chunks * K * V
+// elements.
 template <typename T>
 struct Kernels {
   using SequenceTask = void (*)(const Problem<T>&, T* workspace, const Sequence&, int64_t head);
@@ -18,8 +18,8 @@ struct Kernels {
 
   int64_t (*workspace_size)(int64_t K, int64_t V, bool value_gated);
 
-  // The two modes: one sweep a (sequence, head), or states first and then every chunk by itself.
-  // g and gv may be absent, and then there is no dg or dgv.
+  // The two modes: one sweep per (sequence, head), or first all states and then each chunk on its
+  // own. g and gv may be absent; then there is no dg or dgv.
   SequenceTask forward_sweep;    // q k v g gv h0 -> o ht
   SequenceTask backward_sweep;   // do dht q k v g gv h0 -> dq dk dv dg dgv dh0
   SequenceTask state_pass;       // k v g|b gv h0 -> S ht
@@ -27,7 +27,7 @@ struct Kernels {
   ChunkTask forward_chunk;       // q k v g gv S -> o
   ChunkTask backward_chunk;      // do q k v g gv S dS -> dq dk dv dg dgv
 
-  // The other steps, alone.
+  // The other steps, each on its own.
   ChunkTask gate_cumsum;          // g -> b
   ChunkTask scores_off_diagonal;  // q k b -> A
   ChunkTask scores_diagonal;      // q k b -> A_diagonal
@@ -38,7 +38,7 @@ struct Kernels {
   ChunkTask merge_grads;          // q k v do b S dS dq_intra dk_intra dg_intra -> dq dk dg
 };
 
-// The table for the processor at hand.
+// The table for this processor.
 template <typename T>
 const Kernels<T>& kernels() {
   return KernelTables<Kernels<T>>::in_use();

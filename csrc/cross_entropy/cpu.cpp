@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kElementsPerTask = 8192;
 
-// One call; holds the copies that some inputs need.
+// One call. Holds the copies that some inputs need.
 template <typename T>
 class CrossEntropyTasks {
  public:

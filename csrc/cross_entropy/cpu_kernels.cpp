@@ -5,7 +5,7 @@
 //
 // reads   x [N, V], labels y [N], backward dloss, lse [N]
 // writes  loss, z lse², lse [N]; dx [N, V], which may lie where x lies
-// Everything is computed in T, sums of a row over lanes in fp64, and rounded once.
+// Everything is computed in T and rounded once; sums of a row over lanes are in fp64.
 #include "cpu_kernels.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace CPU_CAPABILITY {
 
 inline int64_t cross_entropy_workspace(int64_t V) { return 2 * padded(V); }
 
-// s[padded(V)] of a row, -inf behind it; and, where it is asked for, ds/dx.
+// s[padded(V)] of a row, then -inf; and ds/dx, if it is wanted.
 template <typename T>
 inline void load_scaled_row(T* s, T* slope, const CrossEntropy<T>& p, int64_t row) {
   const int64_t Vp = padded(p.width);

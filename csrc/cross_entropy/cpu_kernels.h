@@ -1,4 +1,4 @@
-// Cross entropy on CPU: what the kernels take, and how the host calls them.
+// Cross entropy on CPU: the kernels' arguments, and how the host calls them.
 #pragma once
 
 #include "common/cross_entropy.h"
@@ -6,7 +6,7 @@
 
 namespace gla_ext::cpu {
 
-// T accumulates: float, or double for fp64 logits.
+// Sums are accumulated in T: float, or double for fp64 logits.
 template <typename T>
 struct CrossEntropy {
   int64_t rows = 0, width = 0;  // N, V

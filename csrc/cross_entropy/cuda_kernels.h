@@ -1,4 +1,4 @@
-// Cross entropy on CUDA: what the kernels take, and how the host calls them.
+// Cross entropy on CUDA: the kernels' arguments, and how the host calls them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,7 +21,7 @@ struct CrossEntropy {
   int64_t stride = 0;
   const int64_t* target = nullptr;                           // [N]
   float *loss = nullptr, *z_loss = nullptr, *lse = nullptr;  // [N]
-  const float* dloss = nullptr;  // [N]; of one element where the stride is 0
+  const float* dloss = nullptr;                              // [N]; one element if the stride is 0
   int64_t dloss_stride = 0;
   void* dlogits = nullptr;  // [N, V], may be the logits
   int64_t dlogits_stride = 0;

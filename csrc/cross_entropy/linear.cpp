@@ -1,5 +1,5 @@
 // Cross entropy of a linear map of x, some rows at a time, with the gradients of the sum in the
-// same pass: products are torch's, so that this is the same on every device.
+// same pass. Products are torch's, so this code is the same on every device.
 //
 //   logits = x_c Wᵀ + b      loss += Σ cross_entropy(logits)      logits <- d loss / d logits
 //   dx_c = dlogits W         dW += dlogitsᵀ x_c                   db += Σ dlogits
@@ -33,7 +33,7 @@ LinearCrossEntropyOutputs linear_cross_entropy_fwd(
 
 namespace {
 
-// As ops.h describes them.
+// Described in ops.h.
 struct LinearArguments {
   const at::Tensor &x, &weight;
   const OptionalTensor& bias;
@@ -43,7 +43,7 @@ struct LinearArguments {
   bool with_dx, with_dweight;
 };
 
-// What it takes.
+// Checks of the operator's arguments.
 void check_linear_cross_entropy(const LinearArguments& a) {
   const char* op = "linear_cross_entropy";
   const Checker check(op, "x", a.x);
@@ -65,13 +65,14 @@ void check_linear_cross_entropy(const LinearArguments& a) {
   CrossEntropyArguments{a.options}.checked(op);
 }
 
-// As many rows as make num_chunks parts of x, in fewer where logits are not much wider than x.
+// The number of rows with which x has num_chunks parts, or fewer if logits are not much wider than
+// x.
 int64_t rows_of_chunk(int64_t N, int64_t D, int64_t V, int64_t num_chunks) {
   const int64_t chunks = std::min(num_chunks, (V + D - 1) / std::max<int64_t>(D, 1));
   return std::max<int64_t>(1, (N + chunks - 1) / chunks);
 }
 
-// sum += aᵀ b in the dtype of sum, which may be fp32 of shorter a and b.
+// sum += aᵀ b in the dtype of sum, which may be fp32 although a and b are shorter.
 void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() == sum.scalar_type())
     at::addmm_out(sum, sum, a.t(), b);
@@ -118,7 +119,7 @@ LinearCrossEntropyOutputs kernel(const LinearArguments& a) {
   return {loss, dx, dweight, dbias};
 }
 
-// What it returns while a graph is traced.
+// The result while a graph is traced.
 LinearCrossEntropyOutputs meta(const LinearArguments& a) {
   check_linear_cross_entropy(a);
   const at::ScalarType wide = accumulate_of(a.x);
@@ -129,7 +130,7 @@ LinearCrossEntropyOutputs meta(const LinearArguments& a) {
           of(a.with_dweight, a.weight), of(a.with_dweight, a.bias)};
 }
 
-// Forward has made the gradients of its sum, which backward scales.
+// Forward has computed the gradients of its sum; backward scales them.
 struct LinearCrossEntropy {
   static constexpr const char* fwd = "linear_cross_entropy_fwd";
 
@@ -159,7 +160,7 @@ struct LinearCrossEntropy {
   }
 };
 
-// Under autograd the gradients are its own, and made where they are wanted.
+// Under autograd the gradients are internal, and only those that are wanted are computed.
 LinearCrossEntropyOutputs autograd(const LinearArguments& a) {
   refuse_unsupported(LinearCrossEntropy::fwd, a.x, a.weight, a.bias, a.target);
   const bool trains = a.weight.requires_grad() || (given(a.bias) && a.bias->requires_grad());

@@ -1,4 +1,4 @@
-// Cross entropy. Of the logits nothing wider is saved; backward may write over them.
+// Cross entropy. Nothing wider than the logits is saved; backward may write over them.
 #include "op.h"
 
 #include <ATen/Dispatch.h>
@@ -54,7 +54,7 @@ at::Tensor cross_entropy_with_grad_(at::Tensor& logits, const at::Tensor& target
             lse_square_scale);
 }
 
-// What they take.
+// Checks of the operators' arguments.
 CrossEntropyOptions CrossEntropyArguments::checked(const char* op) const {
   TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, op,
                     ": expected label_smoothing to be between 0 and 1, got ", label_smoothing);
@@ -114,7 +114,7 @@ struct Traced {
   static void with_grad(const CrossEntropyCall&, const at::Tensor&) {}
 };
 
-// The gradient by torch's operations, to be differentiated again, or of several gradients at once.
+// The gradient by torch's operations, for double backward, or for several gradients at once.
 at::Tensor differentiable_gradient(const at::Tensor& dloss, const at::Tensor& logits,
                                    const at::Tensor& target, const CrossEntropyArguments& o) {
   at::Tensor s = logits.to(accumulate_of(logits)) * o.logit_scale, slope;
@@ -169,7 +169,8 @@ struct CrossEntropy {
   }
 };
 
-// Named by itself: a gradient of the gradient is torch's, see differentiable_gradient.
+// For errors of cross_entropy_bwd, which name that operator and not cross_entropy_fwd: the latter
+// can be differentiated twice, through torch's operations (see differentiable_gradient).
 struct CrossEntropyTwice {
   static constexpr const char *fwd = CrossEntropy::bwd, *bwd = CrossEntropy::bwd;
 };

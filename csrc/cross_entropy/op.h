@@ -1,4 +1,4 @@
-// Cross entropy: what the operators take, for every backend and for tracing.
+// Cross entropy: the operators' inputs, for every backend and for tracing.
 #pragma once
 
 #include <torch/library.h>
@@ -37,16 +37,16 @@ struct CrossEntropyCall {
   }
 };
 
-// dloss and lse are there for a gradient. written: the gradient goes over the logits.
+// dloss and lse are given for a gradient. written: the gradient is written over the logits.
 CrossEntropyCall check_cross_entropy(const char* op, const at::Tensor& logits,
                                      const at::Tensor& target, const CrossEntropyArguments& options,
                                      bool written, const at::Tensor* dloss = nullptr,
                                      const at::Tensor* lse = nullptr);
 
-// Where labels can be read at no cost: each is a class, or ignored.
+// Used where labels can be read at no cost. Checks that each is a class, or ignored.
 void check_labels(const char* op, const at::Tensor& target, int64_t V, int64_t ignored);
 
-// The arguments, as ops.h describes them.
+// The arguments, described in ops.h.
 struct CrossEntropyForward {
   const at::Tensor &logits, &target;
   CrossEntropyArguments options;
@@ -61,7 +61,7 @@ struct CrossEntropyWithGrad {
   CrossEntropyArguments options;
 };
 
-// The operators from a backend, which has
+// Makes the operators from a backend, which has
 //   forward(call, loss, z_loss, lse), backward(call, dloss, lse, dlogits), with_grad(call, loss)
 // where dlogits may be the logits, and with_grad writes it over them.
 template <class Backend>

@@ -1,4 +1,4 @@
-// The linear maps of a decoded token on CUDA: check, allocate, launch; calls that the kernel does
+// The linear maps of a decoded token on CUDA: check, allocate, launch. Calls that the kernel does
 // not serve are composed of other operators.
 #include <torch/library.h>
 
@@ -12,7 +12,7 @@ namespace {
 
 class DecodeCall : Launch {
  public:
-  // D columns of `x`, its last `last` dimensions.
+  // x has D columns: the product of its last `last` dimensions.
   DecodeCall(const char* op, const at::Tensor& x, int64_t last, bool overlaps)
       : Launch(x.device()) {
     check_gpu(op, x.device());
@@ -36,7 +36,7 @@ class DecodeCall : Launch {
 
   DecodeLinear p;
 
-  // Of each row, or of each head, of which there may be one.
+  // The norm of each row, or of each head; there may be one head.
   void norm(const OptionalTensor& weight, double eps, int64_t group, Before before) {
     serves_ = serves_ && group % kDecodeStep == 0;
     if (!serves_) return;
@@ -59,11 +59,11 @@ class DecodeCall : Launch {
   void up(const at::Tensor& t) {
     if (serves_) p.up = weight(t);
   }
-  // Whether the kernel takes this call of maps of these widths.
+  // Whether the kernel serves this call, which has so many maps.
   bool serves(size_t maps) const {
     return serves_ && maps <= kMostMaps && decode_linear_bytes(p, before_) <= kMostDecodeBytes;
   }
-  // Its output, [..., width].
+  // Adds a map. Returns its output, [..., width].
   at::Tensor map(const at::Tensor& t, int64_t tile_rows) {
     LinearMap& m = p.maps[p.count++];
     m.weight = weight(t);
@@ -88,7 +88,8 @@ class DecodeCall : Launch {
     stride = static_cast<int32_t>(c.stride(0));
     return c.const_data_ptr();
   }
-  // The kernel may read weights before the one before it has ended, which must not be their copy.
+  // The kernel may read weights before the previous kernel has ended, which therefore must not be
+  // the one that copies them.
   const void* weight(const at::Tensor& t) {
     const bool fits = t.is_contiguous() && starts_aligned(t.const_data_ptr());
     p.overlaps = p.overlaps && fits;

@@ -1,4 +1,4 @@
-// Linear maps of a decoded token's few rows, as the host calls their kernel: plain structs, no
+// Linear maps of the few rows of a decoded token, as the host calls their kernel: plain structs, no
 // torch header.
 #pragma once
 
@@ -13,9 +13,9 @@ constexpr int kMostMaps = 6;     // of one input
 constexpr int kDecodeStep = 32;  // columns that a warp takes at once; D is a multiple
 constexpr int kMostDecodeColumns = 1 << 16;
 
-// What is done to x first: nothing, the norm of each row, or of each head with its gate.
+// The step before the maps: nothing, the norm of each row, or of each head with its gate.
 enum class Before : uint8_t { kNothing, kNorm, kGatedNorm };
-// What becomes of the products: they are stored, silu(gate) * up is, or the residual's sum.
+// The step after the maps: store the products, silu(gate) * up, or the sum with the residual.
 enum class After : uint8_t { kStore, kSwiglu, kAddResidual };
 
 struct LinearMap {
@@ -43,15 +43,15 @@ struct DecodeLinear {
   const void* residual = nullptr;  // [rows, maps[0].width]
   int32_t residual_stride = 0;
   int32_t processors = 1;  // multiprocessors of the GPU
-  bool overlaps = false;   // may start before the kernel before it has ended
-  bool clusters = false;   // the GPU has them, and the build code for it
+  bool overlaps = false;   // may start before the previous kernel has ended
+  bool clusters = false;   // the GPU has clusters, and the build has code for it
 };
 
 // Shared memory of a block.
 size_t decode_linear_bytes(const DecodeLinear& p, Before before);
 constexpr size_t kMostDecodeBytes = 96 << 10;
 
-// x norm_weight weights -> y of each
+// x norm_weight weights -> y of each map
 void decode_norm_linear(const DecodeLinear& p, cudaStream_t stream);
 // x norm_weight weight up -> y
 void decode_norm_swiglu(const DecodeLinear& p, cudaStream_t stream);

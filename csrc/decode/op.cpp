@@ -11,7 +11,7 @@
 
 namespace gla_ext {
 
-// What they take.
+// Checks of the operators' arguments.
 void check(const NormLinear& a) {
   const char* op = "norm_linear";
   const Checker check(op, "x", a.x);
@@ -92,7 +92,7 @@ struct Composed {
   }
 };
 
-// What they return while a graph is traced.
+// Results of the operators while a graph is traced.
 struct Traced {
   static at::Tensor of_width(const at::Tensor& x, const c10::SymInt& N, int64_t dropped = 1) {
     auto sizes = x.sym_sizes().vec();

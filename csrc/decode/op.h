@@ -1,6 +1,6 @@
-// A decoded token's linear maps: what they take, and the same as compositions of other operators,
-// which serve on CPU, and on CUDA where their kernels do not. docs/operators.md says what each
-// computes.
+// The linear maps of a decoded token: their arguments, and the same maps composed of other
+// operators. The latter run on CPU, and on CUDA for calls that the kernels cannot run.
+// docs/operators.md defines what each map computes.
 #pragma once
 
 #include <torch/library.h>
@@ -10,8 +10,8 @@
 
 namespace gla_ext {
 
-// overlaps: the kernel may start before the one before it on the stream has ended, and read
-// weights; nothing that may still run writes them.
+// overlaps: the kernel may start, and read weights, before the previous kernel of the stream has
+// ended; no kernel that may still run writes them.
 struct NormLinear {
   const at::Tensor& x;
   const OptionalTensor& norm_weight;
@@ -43,7 +43,7 @@ void check(const NormSwiglu& a);
 void check(const LinearResidual& a);
 void check(const NormGateLinearResidual& a);
 
-// The arguments were checked.
+// The arguments have already been checked.
 std::vector<at::Tensor> composed(const NormLinear& a);
 at::Tensor composed(const NormSwiglu& a);
 at::Tensor composed(const LinearResidual& a);

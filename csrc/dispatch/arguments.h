@@ -1,6 +1,6 @@
-// An operator's arguments by name: a struct with a member for each, in the order of the schema. A
-// kernel that takes it is registered as by_arguments<call, kernel>, `call` being the operator's
-// function in ops.h, or null of its type.
+// Passes an operator's arguments by name, in a struct with a member for each, in the order of the
+// schema. A kernel that takes such a struct is registered as by_arguments<call, kernel>, where
+// `call` is the operator's function in ops.h, or a null pointer of its type.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@ namespace gla_ext {
 using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
 using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// Where the form of an operator that takes `out` writes; null in the other form. The last member.
+// The tensor that the `out` form of an operator writes to; null in the other form. The last member.
 struct Out {
   Out() = default;
   Out(at::Tensor& t) : tensor(&t) {}
@@ -26,7 +26,7 @@ struct Out {
 template <class Call, auto kernel>
 struct ByArguments;
 
-// What the kernel returns is dropped where the operator returns nothing.
+// If the operator returns nothing, the result of the kernel is dropped.
 template <typename Result, typename... Args, typename Found, class Arguments,
           Found (*kernel)(const Arguments&)>
 struct ByArguments<Result (*)(Args...), kernel> {

@@ -8,7 +8,7 @@
 
 namespace gla_ext {
 
-// An argument as autocast takes it, or as it is.
+// An argument as autocast casts it, or unchanged.
 template <c10::DeviceType device, bool casts, typename T>
 decltype(auto) cast_if(T& argument, at::ScalarType dtype) {
   if constexpr (casts)
@@ -17,7 +17,7 @@ decltype(auto) cast_if(T& argument, at::ScalarType dtype) {
     return (argument);
 }
 
-// The kernel of the operator that `call` runs.
+// The autocast kernel of the operator that `call` runs.
 template <c10::DeviceType device, size_t count, auto call>
 struct CastFirst;
 
@@ -36,7 +36,7 @@ struct CastFirst<device, count, call> {
   }
 };
 
-// Registers them for the operator that `call` runs: its first `count` arguments are cast.
+// Registers these kernels for the operator that `call` runs: its first `count` arguments are cast.
 template <size_t count, auto call>
 void autocast_first(torch::Library& m, const char* name) {
   using c10::DeviceType, c10::DispatchKey;

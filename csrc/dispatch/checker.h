@@ -1,5 +1,5 @@
-// One call's checks, one fact each: a sentence with what was expected and what came. Sizes are
-// symbolic and never branched on.
+// The checks of one call. Each checks one fact; its message is a sentence with what was expected
+// and what came. Sizes are symbolic, so no code branches on them.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -19,7 +19,7 @@ using NamedTensor = std::pair<const char*, const at::Tensor*>;
 using NamedTensors = std::vector<NamedTensor>;
 inline const at::Tensor* where_given(const OptionalTensor& t) { return given(t) ? &*t : nullptr; }
 
-// f(name, tensor) for those that are there.
+// Calls f(name, tensor) for each tensor that is not null.
 template <typename F>
 void for_each_given(const NamedTensors& tensors, const F& f) {
   for (const auto& [name, t] : tensors)
@@ -33,20 +33,21 @@ void check_defined(const char* op, const char* name, const at::Tensor& t);
 // The default scale, K^-0.5, unless one is given.
 double resolve_scale(std::optional<double> scale, int64_t K);
 
-// The offsets as contiguous int64, read where that costs nothing (CPU) and checked: first 0,
-// non-decreasing, last <= T.
+// The offsets as contiguous int64, for CPU, where reading them costs nothing. Raises unless the
+// first is 0, none is less than the one before it, and the last is at most T.
 at::Tensor checked_offsets(const char* op, const at::Tensor& cu_seqlens, int64_t T);
 
 inline bool holds(const c10::SymBool& condition) {
   return condition.expect_true(__FILE__, __LINE__);
 }
 
-// [rows, H, K, V] or v first.
+// [rows, H, K, V], or [rows, H, V, K] if v_first.
 inline Sizes states(const Shape& s, const c10::SymInt& rows, bool v_first) {
   return {rows, s.H, v_first ? s.V : s.K, v_first ? s.K : s.V};
 }
 
-// The operator's name for the messages and what all tensors must agree with.
+// Keeps the operator's name, for messages, and the device and dtype of the first tensor, with which
+// the others must agree.
 class Checker {
  public:
   Checker(const char* op, const char* first_name, const at::Tensor& first)
@@ -82,12 +83,12 @@ class Checker {
                      dtype_name(s));
   }
 
-  // The dtype of the first tensor.
+  // Checks for the dtype of the first tensor.
   void like_first(const char* name, const at::Tensor& t, at::ScalarType expected) const {
     dtype(name, t, expected, c10::str(" like ", first_name_).c_str());
   }
 
-  // There, strided and on the device of the first tensor.
+  // Checks that a tensor is given, strided and on the device of the first tensor.
   void placed(const char* name, const at::Tensor& t) const {
     defined(name, t);
     strided(name, t);
@@ -95,17 +96,18 @@ class Checker {
   }
   void placed(const NamedTensors& tensors, const NamedTensors& others = {}) const;
 
-  // The same, and of its dtype.
+  // Checks that it is `placed` and has the dtype of the first tensor.
   void like(const char* name, const at::Tensor& t) const {
     placed(name, t);
     like_first(name, t, dtype_);
   }
 
-  // All are placed. `tensors` have the dtype of the first of them, `others` any.
+  // Checks that all are `placed`. `tensors` must have the dtype of their first; `others` may have
+  // any floating dtype.
   void alike(const NamedTensors& tensors, const NamedTensors& others = {}) const;
 
-  // Gates and pools of states may be of any of the three shorter types beside inputs of those
-  // types, and fp64 beside fp64.
+  // For gates and pools of states. If inputs are fp32, fp16 or bf16, they may be any of these
+  // three; if inputs are fp64, they must be fp64.
   void gate_dtype(const char* name, const at::Tensor& t, bool fp64) const {
     const auto s = t.scalar_type();
     if (fp64) return like_first(name, t, at::kDouble);
@@ -114,7 +116,7 @@ class Checker {
                      dtype_name(s));
   }
 
-  // A gate of every key channel, or one a head.
+  // A gate for each key channel, or one per head.
   void key_gate(const char* name, const at::Tensor& t, const Sizes& keys) const {
     TORCH_CHECK_VALUE(t.dim() == 3 || t.dim() == 4, op_, ": expected ", name,
                       " to have 4 dimensions [B, T, HK, K], or 3 dimensions [B, T, HK], got ",
@@ -142,7 +144,8 @@ class Checker {
                    [&](const char* name, const at::Tensor& t) { shape(name, t, dims, expected); });
   }
 
-  // k, v and gates may have fewer heads than q, each for as many of q's as another.
+  // k, v and gates may have fewer heads than q. Each of these is then shared by the same number of
+  // q's heads.
   void divides_heads(const c10::SymInt& HK, const c10::SymInt& H) const {
     const c10::SymBool divides = HK.sym_ge(1).sym_and((H % HK.max(1)).sym_eq(0));
     TORCH_CHECK_VALUE(holds(divides.sym_or(HK.sym_eq(H))), op_,
@@ -154,7 +157,7 @@ class Checker {
                       " to be at least 1, got ", size);
   }
 
-  // int32 or int64, of one dimension.
+  // Checks for int32 or int64 and one dimension.
   void indices(const char* name, const at::Tensor& t, const char* dims) const {
     placed(name, t);
     TORCH_CHECK_TYPE(t.scalar_type() == at::kInt || t.scalar_type() == at::kLong, op_,
@@ -163,7 +166,7 @@ class Checker {
     rank(name, t, 1, dims);
   }
 
-  // An index of each of N sequences, if it is given.
+  // Checks the indices of N sequences, one each, if they are given.
   void indices_of(const char* name, const OptionalTensor& t, const char* dims,
                   const c10::SymInt& N) const {
     if (!given(t)) return;
@@ -171,7 +174,8 @@ class Checker {
     shape(name, *t, dims, {N});
   }
 
-  // Whether each of N sequences goes on from its row of a pool, if it is given.
+  // Checks the flags, if given, that tell for each of N sequences whether it continues from its row
+  // of a pool.
   void has_initial_state(const OptionalTensor& t, const char* dims, const c10::SymInt& N) const {
     const char* name = "has_initial_state";
     if (!given(t)) return;
@@ -180,7 +184,7 @@ class Checker {
     shape(name, *t, dims, {N});
   }
 
-  // cu_seqlens; its length gives N.
+  // Checks cu_seqlens, whose length gives N.
   void offsets(const OptionalTensor& cu_seqlens, Shape& shape) const {
     shape.packed = given(cu_seqlens);
     if (!shape.packed) {
@@ -208,7 +212,7 @@ class Checker {
                 states(shape, shape.N, v_first));
   }
 
-  // A pool of states, of fp32 inputs and shorter ones in any of these three.
+  // A pool of states. Its dtype may differ from the inputs', see gate_dtype.
   void pool(const char* name, const at::Tensor& t, const Shape& shape, const c10::SymInt& rows,
             const char* dims, bool v_first) const {
     placed(name, t);

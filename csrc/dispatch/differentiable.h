@@ -2,10 +2,10 @@
 //
 // A differentiable operator has a struct (csrc/README.md shows one) with the names of its schemas,
 // `fwd` and `bwd`, and two functions, as torch.library.register_autograd takes them:
-//   setup_context  saves what backward reads; it may take the arguments as one struct. Returns how
-//                  many outputs, the first ones, have a gradient.
-//   backward       the gradients of the first arguments, undefined where there is none. It is not
-//                  called where no gradient of an output has come.
+//   setup_context  Saves what backward reads. Returns how many outputs, the first ones, have a
+//                  gradient. It may take the arguments as one struct.
+//   backward       Returns the gradients of the first arguments, undefined if there is none. Not
+//                  called if no output has received a gradient.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -25,7 +25,7 @@ namespace gla_ext {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Saved tensors, of which some may be absent.
+// Saves tensors, of which some may be absent.
 inline void save(AutogradContext* ctx, std::initializer_list<OptionalTensor> tensors) {
   variable_list saved;
   for (const OptionalTensor& t : tensors) saved.push_back(or_undefined(t));
@@ -37,7 +37,7 @@ inline at::Tensor grad_of(const at::Tensor& argument, const at::Tensor& grad) {
   return argument.defined() ? grad : at::Tensor();
 }
 
-// An operator's result as a list, and back.
+// Converts an operator's result to a list, and back.
 inline variable_list to_list(at::Tensor result) { return {std::move(result)}; }
 template <typename... Tensors>
 variable_list to_list(std::tuple<Tensors...> result) {
@@ -56,7 +56,7 @@ Result from_list(const variable_list& list) {
     return from_list<Result>(list, std::make_index_sequence<std::tuple_size_v<Result>>{});
 }
 
-// The operator that `call` runs, below autograd.
+// Runs the operator of `call` below autograd.
 template <auto call, typename... Args>
 auto below_autograd(Args&&... args) {
   at::AutoDispatchBelowADInplaceOrView below;
@@ -73,7 +73,7 @@ struct Differentiable<call, Gradient> {
     return at::GradMode::is_enabled() ? record(args...) : below_autograd<call>(args...);
   }
 
-  // The call in grad mode, of arguments that were looked at.
+  // The call in grad mode. Its arguments have already been checked.
   static Result record(Args... args) {
     variable_list rest;
     variable_list outputs = Function::apply(args..., &rest);
@@ -114,7 +114,7 @@ struct Differentiable<call, Gradient> {
   };
 };
 
-// A backward operator: what it returns has no gradient.
+// A backward operator: its results have no gradient.
 template <auto call, class Gradient>
 struct DifferentiableOnce;
 

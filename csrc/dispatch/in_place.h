@@ -1,7 +1,8 @@
 // The Autograd and ADInplaceOrView kernels of operators that write to their arguments, or read a
-// pool that others write to. They have no gradient, and say so instead of losing it. One key below,
-// where inference mode passes too, they tell autograd, which may have saved what is written to.
-// Decoding calls some once a layer and token, so each is unboxed.
+// pool that others write to. They have no gradient: the Autograd kernel raises instead of losing
+// it. The ADInplaceOrView kernel, which inference mode also calls, tells autograd that a tensor has
+// been written to, as autograd may have saved it. Decoding calls some of them once per layer and
+// token, so each is unboxed.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -17,7 +18,7 @@
 namespace gla_ext {
 
 // The Autograd kernel of any operator that has no gradient and writes nothing. instead: the
-// sentence after its name.
+// sentence after its name in the message.
 template <const char* instead>
 void run_without_gradient(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   refuse_gradients(op, *stack, instead);
@@ -34,12 +35,12 @@ void define_without_gradient(torch::Library& m, const std::string& schema) {
                       torch::CppFunction::makeFromBoxedFunction<&run_without_gradient<instead>>()));
 }
 
-// What an operator without a gradient says: its name and the sentence after it.
+// The error of an operator without a gradient: its name and the sentence after it.
 struct Refusal {
   const char *op, *instead;
 };
 
-// One argument of a call. Those that are no tensors pass.
+// Checks one argument of a call. Arguments that are not tensors pass.
 template <typename T>
 void refuse_gradient_of(const Refusal& refusal, const T& argument) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
@@ -49,7 +50,7 @@ void refuse_gradient_of(const Refusal& refusal, const T& argument) {
   }
 }
 
-// Written are the tensors that a call takes as at::Tensor&, and optional ones that it names.
+// A call writes to the tensors that it takes as at::Tensor&, and to an optional one if told so.
 inline void tell_if_written(at::Tensor& written, bool) { tell_autograd(written); }
 inline void tell_if_written(const OptionalTensor& t, bool written) {
   if (written && given(t)) tell_autograd(*t);
@@ -69,13 +70,13 @@ struct InPlace<call> {
   static Result refuse(Args... args) {
     refuse_transforms(refusal.op);
     (refuse_gradient_of(refusal, args), ...);
-    // What writes goes to run_and_tell next.
+    // A call that writes goes to run_and_tell next.
     std::conditional_t<writes, at::AutoDispatchBelowAutograd, at::AutoDispatchBelowADInplaceOrView>
         below;
     return call(args...);
   }
 
-  // written: the place of an optional argument that is written to.
+  // written: the index of an optional argument that is written to.
   template <size_t written>
   static Result run_and_tell(Args... args) {
     const auto run = [&] {
@@ -94,7 +95,7 @@ struct InPlace<call> {
   }
 };
 
-// Registers them. written: the place of an optional argument that is written to, if there is one.
+// Registers both kernels. written: the index of an optional argument that is written to, if any.
 template <auto call, const Refusal& refusal, size_t written = SIZE_MAX>
 void in_place(torch::Library& m, const char* name) {
   using c10::DispatchKey;

@@ -12,7 +12,8 @@
 namespace gla_ext {
 namespace {
 
-// A tensor of at least one element in memory: dimensions as (stride, last index), in bytes.
+// The memory of a tensor of at least one element, in bytes. dims: (stride, last index) of each
+// dimension.
 struct Strided {
   uint64_t begin, item;
   std::vector<std::pair<uint64_t, uint64_t>> dims;
@@ -23,8 +24,8 @@ struct Strided {
       if (t.size(d) > 1 && t.stride(d) != 0) dims.emplace_back(t.stride(d) * item, t.size(d) - 1);
   }
 
-  // The bytes that the dimensions span whose strides are no multiples of `step`; the others repeat
-  // these at multiples of it. 0: what all dimensions span.
+  // The bytes spanned by the dimensions whose strides are not multiples of `step`. The other
+  // dimensions repeat these bytes at multiples of `step`. If `step` is 0, all dimensions count.
   uint64_t extent(uint64_t step) const {
     uint64_t bytes = item;
     for (const auto& [stride, last] : dims)
@@ -33,14 +34,14 @@ struct Strided {
   }
 };
 
-// Whether places modulo `step` tell that two tensors share nothing.
+// Whether the addresses modulo `step` show that two tensors share no memory.
 bool apart_modulo(const Strided& a, const Strided& b, uint64_t step) {
-  const uint64_t behind = (step + b.begin % step - a.begin % step) % step;  // b's begin, of a's
+  const uint64_t behind = (step + b.begin % step - a.begin % step) % step;  // from a's begin to b's
   return a.extent(step) <= behind && behind + b.extent(step) <= step;
 }
 
-// Whether two tensors may share memory. False of slices of one buffer that are apart in one of its
-// dimensions; true of all that share memory, and of some stranger views that do not.
+// Whether two tensors may share memory. True if they do, and for some unusual views that do not.
+// False for slices of one buffer that are disjoint in one of its dimensions.
 bool may_overlap(const at::Tensor& first, const at::Tensor& second) {
   const auto status = at::get_overlap_status(first, second);
   if (status != at::MemOverlapStatus::TooHard) return status != at::MemOverlapStatus::No;
@@ -85,7 +86,7 @@ void check_pool_layout(const char* op, const at::Tensor& state, bool written, co
   TORCH_CHECK_VALUE(contiguous, op, ": expected the last two dimensions of ", name,
                     " to be contiguous, got strides ", strides);
   if (!written || state.numel() == 0) return;
-  int64_t extent = sizes[2] * sizes[3];  // of what one step of the next dimension must pass
+  int64_t extent = sizes[2] * sizes[3];  // that one step of the next dimension must pass
   const int inner = strides[0] < strides[1] ? 0 : 1;
   for (const int dim : {inner, 1 - inner}) {
     if (sizes[dim] == 1) continue;

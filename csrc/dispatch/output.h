@@ -1,4 +1,4 @@
-// The contract of what a caller gives to be written: a pool of states, and an output.
+// Checks of tensors that a caller gives to be written: pools of states, and outputs.
 #pragma once
 
 #include <initializer_list>
@@ -7,17 +7,17 @@
 
 namespace gla_ext {
 
-// `out` has the sizes and the dtype of what is returned without it.
+// Checks that `out` has the sizes and dtype of the result that is returned without it.
 void check_out(const Checker& check, const at::Tensor& out, at::ScalarType dtype, const char* dims,
                const Sizes& sizes);
 
-// For backends: results are written where `out` lies, so its last dimension must be contiguous, no
-// two elements the same, and no input among them. Absent inputs are null.
+// For backends, which write results directly to `out`: its last dimension must be contiguous, and
+// its elements must share no memory with each other or with an input. Absent inputs are null.
 void check_out_layout(const char* op, const at::Tensor& out,
                       std::initializer_list<NamedTensor> inputs);
 
-// For backends: a pool of states is read and written where it lies, so its matrices must be
-// contiguous and, where they are written, apart from each other.
+// For backends, which read and write a pool of states in place: its matrices must be contiguous
+// and, if they are written, must not overlap.
 void check_pool_layout(const char* op, const at::Tensor& state, bool written,
                        const char* name = "state");
 

@@ -34,7 +34,8 @@ void refuse_argument(const char* schema, size_t place, const at::Tensor& t, bool
 void refuse_transforms(const char* schema) {
   const auto& functorch = at::functorch::functorchTLSAccessor();
   if (!functorch) return;
-  // A C++ autograd Function would be silently wrong under them; torch's own message says less.
+  // In a transform a C++ autograd Function would be silently wrong. torch's own message is less
+  // clear.
   try {
     functorch->checkSupportsCppAutogradFunction();
   } catch (const c10::Error&) {

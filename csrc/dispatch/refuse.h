@@ -1,4 +1,4 @@
-// What no Autograd kernel of gla_ext supports, refused in a sentence, and what they share.
+// The errors for what no Autograd kernel of gla_ext supports, and helpers that these kernels share.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -9,12 +9,13 @@
 
 namespace gla_ext {
 
-// The parts of refuse_unsupported: of one argument, by its place in the schema, and of the thread.
+// The parts of refuse_unsupported: the check of one argument, given its place in the schema, and
+// the check for transforms.
 void refuse_argument(const char* schema, size_t place, const at::Tensor& t, bool required);
 void refuse_transforms(const char* schema);
 
-// Raises for arguments that are quantized or nested or have a forward-mode tangent, for required
-// tensors that are not there, and for a torch.func transform in progress.
+// Raises for arguments that are quantized or nested or have a forward-mode tangent, for missing
+// required tensors, and inside a torch.func transform.
 //   schema     the operator, without namespace; messages have the name that users know it by
 //   arguments  the first of the schema's, or all; those that are no tensors pass
 template <typename... Args>
@@ -32,14 +33,14 @@ void refuse_unsupported(const char* schema, const Args&... arguments) {
   refuse_transforms(schema);
 }
 
-// What backward of a backward operator raises; `fwd` is the schema of its forward.
+// Raises the error for backward of a backward operator. fwd: the schema of its forward.
 [[noreturn]] void refuse_double_backward(const char* fwd);
 
-// Raises for a tensor that is unsupported, and in grad mode where it requires grad; transforms are
-// asked for once a call, by refuse_transforms. instead: the sentence after the operator's name.
+// Raises if a tensor is unsupported or, in grad mode, requires grad. Transforms are checked
+// separately, once per call (refuse_transforms). instead: the sentence after the operator's name.
 void refuse_gradient(const char* op, const at::Tensor& t, const char* instead);
 
-// Both of a call whose arguments are on the stack.
+// Both checks, for a call whose arguments are on the stack.
 void refuse_gradients(const c10::OperatorHandle& op, const torch::jit::Stack& stack,
                       const char* instead);
 
@@ -48,7 +49,7 @@ inline void tell_autograd(const at::Tensor& written) {
   written.unsafeGetTensorImpl()->bump_version();
 }
 
-// An optional tensor as autograd saves it, and back.
+// Converts an optional tensor to the form that autograd saves, and back.
 inline at::Tensor or_undefined(const OptionalTensor& t) { return t.value_or(at::Tensor()); }
 inline OptionalTensor or_absent(const at::Tensor& t) {
   return t.defined() ? OptionalTensor(t) : std::nullopt;

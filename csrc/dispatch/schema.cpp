@@ -11,7 +11,7 @@ TORCH_LIBRARY(gla_ext, m) {}
 namespace gla_ext {
 namespace {
 
-// User names that do not follow from the operator's; filled while the library is loaded.
+// User names that do not follow from the operators' names. Filled while the library is loaded.
 std::map<std::string, std::string>& user_names() {
   static std::map<std::string, std::string> names;
   return names;
@@ -46,8 +46,9 @@ void impl_boxed(torch::Library& m, const char* name, c10::DispatchKey key) {
 
 std::string define_schema(torch::Library& m, const std::string& schema) {
   m.set_python_module("gla_ext.ops");
-  // Inductor pads the rows of what it allocates, and copies what has not the exact strides of eager
-  // mode unless an operator says that their order is enough. These read rows of any distance.
+  // Inductor pads the rows of tensors that it allocates. It also copies tensors whose strides
+  // differ from those of eager mode, unless an operator's tag says that their order is enough.
+  // These operators can read rows at any distance.
   m.def(schema.c_str(), {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
   return schema.substr(0, schema.find('('));
 }

@@ -1,4 +1,4 @@
-// How an operator comes into torch's table of operators.
+// Registers operators in torch's table of operators.
 #pragma once
 
 #include <torch/library.h>
@@ -8,9 +8,9 @@
 
 namespace gla_ext {
 
-// Defines the operator of a schema, such as "swiglu_fwd(Tensor gate, Tensor up) -> Tensor". Devices
-// and layouts for which it gets no kernels are refused in one sentence.
-//   user_name  what messages call it. Default: its name without "_fwd".
+// Defines the operator of a schema, such as "swiglu_fwd(Tensor gate, Tensor up) -> Tensor". On
+// devices and layouts without kernels it raises an error of one sentence.
+// user_name: its name in messages. Default: its name without "_fwd".
 void define(torch::Library& m, const std::string& schema, const char* user_name = nullptr);
 
 // Defines both forms of an operator that returns one tensor: `name` returns it, `name.out` takes it
@@ -27,7 +27,7 @@ std::string public_name(const std::string& schema_name);
 // m.def with the tags of all operators. Returns the name.
 std::string define_schema(torch::Library& m, const std::string& schema);
 
-// Defines an operator that is made of others, below autograd alike on every device.
+// Defines an operator that is composed of others and, below autograd, is the same on every device.
 template <typename Kernel>
 void define_composite(torch::Library& m, const std::string& schema, Kernel* kernel) {
   const std::string name = define_schema(m, schema);

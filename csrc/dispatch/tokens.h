@@ -1,4 +1,4 @@
-// q, k, v and the gates of tokens, as the chunks and the recurrence take them.
+// Checks of q, k, v and the gates, for the chunkwise operators and the recurrence.
 #pragma once
 
 #include "checker.h"
@@ -14,10 +14,10 @@ struct TokenInputs {
   const char* key_gate = "gk";                        // its name
 };
 
-// Shape::H is q's, or without q that of k, HK.
+// Shape::H is the number of q's heads or, without q, of k's (HK).
 Shape check_tokens(const Checker& check, const TokenInputs& in);
 
-// The gradient of the output, [B, T, H, V].
+// Checks the gradient of the output, [B, T, H, V].
 void check_output_grad(const Checker& check, const at::Tensor& d_o, const Shape& shape);
 
 }  // namespace gla_ext

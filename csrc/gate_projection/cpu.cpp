@@ -15,13 +15,14 @@
 namespace gla_ext::cpu {
 namespace {
 
-// Rows of a task by the shape alone: dweight is summed within a task, then over tasks in order.
+// The rows of a task depend on the shape alone: dweight is summed within a task, then over tasks in
+// order.
 constexpr int64_t kElementsPerTask = 16384, kMostTasks = 64;
 
 template <typename T>
 class GateProjectionTasks {
  public:
-  // Of either pass.
+  // For either pass.
   template <class Arguments>
   explicit GateProjectionTasks(const Arguments& a)
       : h_(lay_out_rows({a.h})), options_(a.h.options().dtype(c10::CppTypeToScalarType<T>::value)) {

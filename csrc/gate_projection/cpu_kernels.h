@@ -1,4 +1,4 @@
-// The gate's projection on CPU: what the kernels take, and how the host calls them.
+// The gate's projection on CPU: the kernels' arguments, and how the host calls them.
 #pragma once
 
 #include "common/rows.h"
@@ -6,7 +6,7 @@
 
 namespace gla_ext::cpu {
 
-// T accumulates: float, or double for fp64 inputs.
+// Sums are accumulated in T: float, or double for fp64 inputs.
 template <typename T>
 struct GateProjection {
   int64_t rows = 0, rank = 0, width = 0;  // width is K, rank R

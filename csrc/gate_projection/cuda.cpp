@@ -1,4 +1,4 @@
-// The gate's projection on CUDA: check, allocate, launch; calls that the kernels do not serve are
+// The gate's projection on CUDA: check, allocate, launch. Calls that the kernels do not serve are
 // composed of torch's operations.
 #include <ATen/OpMathType.h>
 #include <ATen/ops/linear.h>
@@ -15,7 +15,7 @@
 namespace gla_ext::cuda {
 namespace {
 
-// [..., D] -> [rows, D] whose last dimension is contiguous; copied where no view is.
+// [..., D] -> [rows, D] whose last dimension is contiguous; a copy if there is no such view.
 at::Tensor as_matrix(const at::Tensor& t) {
   const int64_t D = t.size(-1);
   const at::Tensor m = t.reshape({t.numel() / D, D});
@@ -23,7 +23,7 @@ at::Tensor as_matrix(const at::Tensor& t) {
   return fits && (D == 1 || m.stride(1) == 1) ? m : m.contiguous();
 }
 
-// z where logsigmoid(z) / normalizer is clamp_min: log(p / (1 - p)) with p = exp(clamp_min
+// The z at which logsigmoid(z) / normalizer is clamp_min: log(p / (1 - p)) with p = exp(clamp_min
 // normalizer).
 float clamped_below(double normalizer, std::optional<double> clamp_min) {
   if (!clamp_min.has_value()) return -std::numeric_limits<float>::infinity();
@@ -34,7 +34,7 @@ float clamped_below(double normalizer, std::optional<double> clamp_min) {
 
 class GateProjectionLaunch : Launch {
  public:
-  // Of either pass.
+  // For either pass.
   template <class Arguments>
   GateProjectionLaunch(const char* op, const Arguments& a)
       : Launch(a.h.device()), h_(as_matrix(a.h)), weight_(a.weight.contiguous()) {

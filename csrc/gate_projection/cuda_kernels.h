@@ -1,4 +1,4 @@
-// The gate's projection on CUDA: what the kernels take, and how the host calls them.
+// The gate's projection on CUDA: the kernels' arguments, and how the host calls them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -31,14 +31,14 @@ struct GateProjection {
   void *dweight = nullptr, *dbias = nullptr;
 };
 
-// Blocks of columns in backward.
+// The number of blocks of columns in backward.
 constexpr int64_t gate_column_blocks(int64_t K) {
   return (K + kGateBlockColumns - 1) / kGateBlockColumns;
 }
 
 // h weight bias -> g
 void gate_projection_forward(GateProjection p, int multiprocessors, cudaStream_t stream);
-// Streams of backward, each of which leaves a part of dweight and dbias.
+// The number of streams of backward. Each leaves a part of dweight and dbias.
 int64_t gate_projection_streams(const GateProjection& p, int multiprocessors);
 // dg h weight bias -> dh, dweight, dbias
 void gate_projection_backward(const GateProjection& p, cudaStream_t stream);

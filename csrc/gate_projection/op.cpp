@@ -25,7 +25,7 @@ GateProjectionBackwardOutputs gate_projection_bwd(const at::Tensor& dg, const at
   return op(dg, h, weight, bias, normalizer, clamp_min);
 }
 
-// What they take.
+// Checks of the operators' arguments.
 namespace {
 
 template <class Arguments>
@@ -88,7 +88,7 @@ GateProjectionBackwardOutputs bwd_meta(const GateBackward& a) {
   return fresh_gradients(a);
 }
 
-// h and the parameters are saved, z is made again in backward.
+// Saves h and the parameters; backward computes z again.
 struct GateProjection {
   static constexpr const char *fwd = "gate_projection_fwd", *bwd = "gate_projection_bwd";
 

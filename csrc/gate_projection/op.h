@@ -1,4 +1,4 @@
-// What the gate's projection takes, for every backend and for tracing.
+// The inputs of the gate's projection, for every backend and for tracing.
 #pragma once
 
 #include <torch/library.h>
@@ -9,7 +9,7 @@
 
 namespace gla_ext {
 
-// The arguments, as ops.h describes them.
+// The arguments, described in ops.h.
 struct GateForward {
   const at::Tensor &h, &weight;
   const OptionalTensor& bias;
@@ -26,7 +26,7 @@ struct GateBackward {
 void check_gate_projection(const GateForward& a);
 void check_gate_projection(const GateBackward& a);
 
-// What they return, uninitialised.
+// Uninitialised results.
 at::Tensor fresh_gates(const GateForward& a);
 GateProjectionBackwardOutputs fresh_gradients(const GateBackward& a);
 

@@ -1,5 +1,5 @@
 // Several linear maps of one input, as one product or with one gradient of the input, by torch's
-// operations: in C++ because a Python function takes some 250 us of a layer's step on the host.
+// operations. In C++, because a Python function takes some 250 us of a layer's step on the host.
 #include <ATen/LegacyBatchedTensorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -22,8 +22,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Whether foreach and operators in place may be called. Not so: gradients of gradients,
-// is_grads_batched, and sharded tensors.
+// Whether foreach and in-place operators may be called: not for gradients of gradients,
+// is_grads_batched, or sharded tensors.
 bool may_be_written(const at::Tensor& t) {
   return !at::GradMode::is_enabled() && !at::isBatchedTensor(t) &&
          !t.key_set().has(c10::DispatchKey::Python);
@@ -34,7 +34,7 @@ at::Tensor cast(const at::Tensor& t, at::ScalarType dtype) {
   return t.scalar_type() == dtype ? t : t.to(dtype);
 }
 
-// The weights as one matrix, cast where they are put: each is read once and written once.
+// The weights as one matrix. Each is cast as it is copied there, so it is read and written once.
 at::Tensor joined(at::TensorList weights, at::ScalarType dtype) {
   const int64_t columns = weights[0].size(1);
   bool keeps_cat = weights[0].scalar_type() == dtype;
@@ -51,7 +51,8 @@ at::Tensor joined(at::TensorList weights, at::ScalarType dtype) {
   return whole;
 }
 
-// x Wᵀ for each of the weights, which are alike and cast to dtype; together, parts of one tensor.
+// x Wᵀ for each of the weights, which are alike and cast to `dtype`. together: the results
+// are parts of one tensor.
 variable_list products(const at::Tensor& x, at::TensorList weights, at::ScalarType dtype,
                        bool together) {
   if (!together) {
@@ -64,7 +65,7 @@ variable_list products(const at::Tensor& x, at::TensorList weights, at::ScalarTy
   return at::linear(x, joined(weights, dtype)).split_with_sizes(widths, -1);
 }
 
-// Parts of dw, each with memory of its own: of views none could be freed without the others.
+// Parts of dw, each with its own memory: views could only be freed all together.
 variable_list parts_of(const at::Tensor& dw, at::IntArrayRef rows, at::ScalarType dtype) {
   const variable_list views = dw.split_with_sizes(rows);
   variable_list parts;
@@ -79,7 +80,7 @@ variable_list parts_of(const at::Tensor& dw, at::IntArrayRef rows, at::ScalarTyp
   return parts;
 }
 
-// The sum of dy W over the maps: a product adds to the one before where it may.
+// The sum of dy W over the maps. Where allowed, each product is added to the sum in place.
 at::Tensor sum_of_products(const variable_list& grads, at::TensorList weights,
                            at::ScalarType dtype) {
   at::Tensor dx = at::matmul(grads[0], cast(weights[0], dtype));
@@ -97,11 +98,11 @@ at::Tensor sum_of_products(const variable_list& grads, at::TensorList weights,
 
 class JointProjection : public torch::autograd::Function<JointProjection> {
  public:
-  // x and the weights are saved where a gradient needs them; the joined weights are not.
+  // Saves x and the weights if a gradient needs them, but not the joined weights.
   static variable_list forward(AutogradContext* ctx, const at::Tensor& x, at::TensorList weights,
                                at::ScalarType dtype, bool together) {
     at::AutoDispatchBelowADInplaceOrView below;
-    // x and the weights are what autocast has made of them.
+    // Autocast has already cast x and the weights.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     bool some_dw = false;
     for (const at::Tensor& weight : weights) some_dw |= weight.requires_grad();
@@ -115,7 +116,7 @@ class JointProjection : public torch::autograd::Function<JointProjection> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    // In the dtypes of forward, whatever stands around backward.
+    // Runs in the dtypes of forward, whatever autocast is active around backward.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt());
     const auto own = static_cast<at::ScalarType>(ctx->saved_data["dtype_of_weights"].toInt());

@@ -10,7 +10,7 @@
 namespace gla_ext::cpu {
 namespace {
 
-// Every sequence and head, between h0 and ht, dht and dh0.
+// A run for every sequence and head, from h0 to ht and from dht to dh0.
 template <typename T>
 std::vector<Run<T>> sequence_runs(const Call<T>& call) {
   const Problem<T>& p = call.problem;
@@ -69,7 +69,7 @@ BackwardOutputs recurrent_gla_bwd_cpu(const RecurrentBackwardArguments& a) {
   return with_call("recurrent_gla_bwd", check_recurrent_bwd(a), a.cu_seqlens, a.scale, backward);
 }
 
-// The heads of each sequence whose slot is in the pool. The others get o = 0.
+// Runs for the heads of each sequence whose slot is in the pool. The others get o = 0.
 template <typename T>
 std::vector<Run<T>> pool_runs(const Call<T>& call, const PoolInputs& pool, bool write,
                               const at::Tensor& o) {

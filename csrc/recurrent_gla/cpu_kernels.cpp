@@ -6,8 +6,8 @@
 //
 // reads   q, k, g [T, K], v, do, gv [T, V], state_in, dstate_out [K, V]
 // writes  o [T, V], state_out [K, V]; dq, dk, dg [T, K], dv, dgv [T, V], dstate_in [K, V]
-// The states that backward needs are computed again from one kept every kStateBlock tokens: no
-// division by a decay, and nothing in dg cancels. Everything is accumulated in T.
+// Backward keeps one state every kStateBlock tokens and computes the others again from it. So
+// nothing is divided by a decay, and nothing in dg cancels. Everything is accumulated in T.
 #include "cpu_kernels.h"
 
 #include "cpu/kernel_tables.h"
@@ -57,8 +57,7 @@ int64_t recurrent_workspace(int64_t K, int64_t V, int64_t tokens, bool backward)
   return RecurrentTiles<T>{}.carve(nullptr, K, V, tokens, backward);
 }
 
-// Where a token's row of one of the run's tensors starts; `t` counts in the order of the
-// recurrence.
+// Offset of a token's row in one of the run's tensors; `t` counts in the order of the recurrence.
 template <typename T>
 inline int64_t row_offset(const Problem<T>& p, const Rows& rows, const Run<T>& run, int64_t t) {
   const int64_t token = run.start + (p.reverse ? run.length - 1 - t : t);
@@ -107,7 +106,7 @@ inline void load_step(const Problem<T>& p, const Run<T>& run, int64_t t, Recurre
 template <typename T>
 constexpr int kColumnVecs = kPad / Vec<T>::size();
 
-// S and o of one token.
+// Computes S and o of one token.
 template <typename T>
 inline void forward_token(RecurrentTiles<T>& w) {
   constexpr int n = kColumnVecs<T>;
@@ -149,8 +148,8 @@ void recurrent_forward(const Problem<T>& p, T* workspace, const Run<T>& run) {
     store_state(run.state_out, run.state_dtype, p.state_v_first, p.K, p.V, w.S, w.Vp, w.k);
 }
 
-// One token's gradients; w.dS goes from the gradient of S_t, without what o_t adds, to that of
-// S_{t-1}.
+// Computes one token's gradients. w.dS is first the gradient of S_t, without what o_t adds, and
+// becomes that of S_{t-1}.
 template <typename T>
 inline void backward_token(const T* before, RecurrentTiles<T>& w) {
   constexpr int64_t width = Vec<T>::size();
@@ -182,7 +181,7 @@ inline void backward_token(const T* before, RecurrentTiles<T>& w) {
       w.dgv, w.b);
 }
 
-// The state before each token of a block into w.before, or only stepped through.
+// Steps the state through a block's tokens. keep: stores the state before each token in w.before.
 template <typename T>
 void replay(const Problem<T>& p, const Run<T>& run, int64_t first, int64_t tokens, bool keep,
             RecurrentTiles<T>& w) {

@@ -1,4 +1,4 @@
-// The recurrence on CPU: what the kernels take beside a Problem, and how the host calls them.
+// The recurrence on CPU: the kernels' inputs besides a Problem, and how the host calls them.
 #pragma once
 
 #include <type_traits>
@@ -7,9 +7,9 @@
 
 namespace gla_ext::cpu {
 
-// What the recurrence runs over for one head: `length` tokens of batch row `row` from token
-// `start`, between a state and the next. Absent states are null. T accumulates; the states of a
-// pool may be stored shorter.
+// A run of the recurrence for one head: `length` tokens of batch row `row` from token `start`, and
+// the states before and after them. Absent states are null. Sums are accumulated in T; the states
+// of a pool may be stored in a shorter dtype.
 template <typename T>
 struct Run {
   int64_t row, start, length, head;

@@ -12,7 +12,7 @@
 namespace gla_ext::cuda {
 namespace {
 
-// Once the states' strides and pointers are there.
+// Called once the states' strides and pointers are set.
 void find_state_alignment(Recurrence& p) {
   const int64_t columns = p.state_v_first ? p.K : p.V;
   p.state_aligned = columns % 4 == 0 && p.state_stride_n % 4 == 0 && p.state_stride_h % 4 == 0 &&
@@ -59,7 +59,7 @@ class RecurrentCall : Launch {
   void input(Rows& rows, const OptionalTensor& t) {
     if (given(t)) input(rows, *t);
   }
-  // One gate a head is read where it lies, but by drafts, which read four channels at once.
+  // A gate per head is read in place, except by drafts, which read four channels at once.
   void input_key_gate(const OptionalTensor& t, bool by_channels = false) {
     if (!given(t)) return;
     const bool in_place = is_head_gate(t) && !by_channels;
@@ -74,7 +74,7 @@ class RecurrentCall : Launch {
     if (given(t)) indices = indices_of(contiguous(*t));
   }
 
-  // Fresh outputs; a gradient only where the tensor is given.
+  // Fresh outputs; a gradient only if its tensor is given.
   at::Tensor output(Rows& rows, int64_t last_dim, at::ScalarType dtype) {
     at::Tensor t = at::empty({p.B, p.T, p.H, last_dim}, options_.dtype(dtype));
     rows = rows_of(t);
@@ -227,14 +227,14 @@ at::Tensor low_rank_step_cuda(const LowRankStep& a) {
   at::Tensor o = call.output(p.o, p.V, a.v.scalar_type());
   use_pool(p, a.state, /*write=*/true);
   LowRankGate gate{.h = h.const_data_ptr(), .h_stride = R, .rank = static_cast<int32_t>(R)};
-  // As the rows of one token: a head's K rows of the weight, and its K biases.
+  // A head's K rows of the weight, and its K biases, are passed as a row of one token.
   call.input(gate.weight, weight.view({1, 1, a.k.size(2), K * R}));
   if (given(a.gate_bias)) call.input(gate.bias, a.gate_bias->reshape({1, 1, a.k.size(2), K}));
   gate.per_normalizer = static_cast<float>(1 / a.normalizer);
   gate.clamp_min = a.clamp_min.has_value() ? static_cast<float>(*a.clamp_min)
                                            : -std::numeric_limits<float>::infinity();
   const auto is_copied = [](const OptionalTensor& t) { return given(t) && !t->is_contiguous(); };
-  // What is read early must not be made by the kernel before.
+  // Inputs that are read early must not be made by the previous kernel.
   gate.overlaps =
       a.overlaps && !is_copied(a.gate_weight) && !is_copied(a.gate_bias) && !is_copied(a.slots);
   call.low_rank_step(gate);

@@ -1,6 +1,6 @@
 // The recurrent kernels as the host calls them: plain structs, no torch header. Each launches on
-// `stream` and returns at once; without heads or sequences there is nothing to launch, and without
-// tokens states still pass through.
+// `stream` and returns at once. Without heads or sequences nothing is launched; without tokens,
+// states still pass through.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,7 +20,7 @@ struct Recurrence {
   float scale = 1;
   bool reverse = false;        // the last token comes first
   bool state_v_first = false;  // [V, K] instead of [K, V]
-  // Every four numbers of a row of a state's matrix start at a multiple of their bytes.
+  // Whether every four numbers of a row of a state's matrix start at a multiple of their bytes.
   bool state_aligned = false;
 
   Rows q, k, v, gk, gv;  // [B, T, H, K | V]; all but q may have HK heads
@@ -28,13 +28,13 @@ struct Recurrence {
   Rows o;                // [B, T, H, V]
   Indices cu_seqlens;    // [N + 1], packed only
 
-  // Matrix (n, head) lies at n * state_stride_n + head * state_stride_h of both.
+  // In both, matrix (n, head) starts at n * state_stride_n + head * state_stride_h.
   const void* state_in = nullptr;
   void* state_out = nullptr;  // may be state_in
   int64_t state_stride_n = 0, state_stride_h = 0;
   int64_t slots_in_pool = 0;  // P
   Indices slots;     // [N]: where a sequence's state is; without one in the pool its o is 0
-  Indices accepted;  // [N]: the tokens of a sequence that count
+  Indices accepted;  // [N]: how many tokens of a sequence count
 
   // Backward; all but do contiguous.
   Rows d_o;
@@ -50,18 +50,18 @@ struct Recurrence {
   Indices write_slots;       // [N]: where the state goes, if not back; outside the pool nowhere
   int64_t least_tokens = 0;  // forward leaves shorter sequences alone
 
-  // Forward beside other kernels, chunk_gla_'s.
+  // Forward together with the kernels of chunk_gla_.
   int64_t most_tokens = std::numeric_limits<int64_t>::max();  // it leaves longer sequences alone
   const bool* has_initial = nullptr;  // [N]: whether a sequence starts from its state, else from 0
 };
 
 // q k v gk gv state_in -> o, state_out
 void recurrent_forward(const Recurrence& p, cudaStream_t stream);
-// The same on a pool of states of one type, as it calls them.
+// recurrent_forward for a pool of states of one type; it calls these itself.
 void recurrent_forward_bf16(const Recurrence& p, cudaStream_t stream);
 void recurrent_forward_fp16(const Recurrence& p, cudaStream_t stream);
 
-// What the gates of a token's step are made of: gk = max(logsigmoid(W h + b) / normalizer, clamp).
+// The inputs of the gates of a token's step: gk = max(logsigmoid(W h + b) / normalizer, clamp).
 constexpr int kMostLowRank = 256;
 struct LowRankGate {
   const void* h = nullptr;  // [B, rank], rows at multiples of 16 bytes
@@ -69,20 +69,20 @@ struct LowRankGate {
   Rows weight, bias;  // of a head: [K, rank], the rank contiguous, and [K]; bias may be absent
   int32_t rank = 0;   // a multiple of 8
   float per_normalizer = 1, clamp_min = 0;
-  bool overlaps = false;  // may start before the kernel before it has ended
+  bool overlaps = false;  // may start before the previous kernel has ended
 };
 
-// q k v state_in and the gate's -> o, state_out, of one token a row; everything has q's dtype.
+// q k v state_in and the gate's inputs -> o, state_out, for one token per row. All have q's dtype.
 void recurrent_low_rank_step(const Recurrence& p, const LowRankGate& gate, cudaStream_t stream);
 
-// q k v gk gv state_in -> o, of rows whose states are in a pool. A draft of 2 to 16 tokens takes
-// the chunk form, a packed one of 1 to 16; else the recurrence runs.
+// q k v gk gv state_in -> o, for rows whose states are in a pool. Drafts of 2 to 16 tokens (packed:
+// 1 to 16) take the chunk form, others the recurrence.
 void recurrent_verify(const Recurrence& p, int multiprocessors, cudaStream_t stream);
-// The chunk form on a pool of states of one type, as it calls them.
+// The chunk form for a pool of states of one type; recurrent_verify calls these.
 void recurrent_verify_bf16(const Recurrence& p, int multiprocessors, cudaStream_t stream);
 void recurrent_verify_fp16(const Recurrence& p, int multiprocessors, cudaStream_t stream);
 
-// What backward needs, in floats, and its grid. A tile is what a block holds of a state.
+// The memory that backward needs, in floats, and its grid. A tile is a block's part of a state.
 struct RecurrentBackwardPlan {
   int64_t value_blocks;  // blocks of threads that share a state, each with some of its values
   int64_t blocks;        // of threads, each with some of the (sequence, head, value block)s

@@ -39,8 +39,8 @@ __device__ __forceinline__ uint32_t load_element(const Rows& r, int64_t i, bool 
   return static_cast<const uint16_t*>(r.data)[i];
 }
 
-// Four neighbours of a row in the format of memory: four words, or two if 16-bit elements are
-// loaded at once.
+// Four consecutive elements of a row, not yet converted to fp32: one per word, or two per word if
+// 16-bit elements are loaded at once.
 template <Access kAccess>
 struct FourBits {
   uint32_t words[4];

@@ -1,6 +1,6 @@
 // recurrent_gla_step_ with the low-rank gate gk = max(logsigmoid(h Wᵀ + b) / normalizer,
-// clamp_min), of one token a row. overlaps: the kernel may start before the one before it on the
-// stream has ended, and read weights and states; nothing that may still run writes them.
+// clamp_min), for one token per row. overlaps: the kernel may start, and read weights and states,
+// before the previous kernel of the stream has ended; no kernel that may still run writes these.
 #pragma once
 
 #include "common/shape.h"
@@ -21,7 +21,7 @@ struct LowRankStep {
 // Shape::N is P.
 Shape check_low_rank_step(const LowRankStep& a);
 
-// By gate_projection and recurrent_gla_step_.
+// Composed of gate_projection and recurrent_gla_step_.
 at::Tensor composed_low_rank_step(const LowRankStep& a);
 
 // A kernel as the dispatcher calls it.

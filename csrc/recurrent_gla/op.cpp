@@ -1,4 +1,4 @@
-// fused_recurrent_gla. pool.cpp has the same on a pool of states.
+// fused_recurrent_gla. pool.cpp has the operators on a pool of states.
 #include "op.h"
 
 #include "dispatch/autocast.h"
@@ -28,7 +28,7 @@ BackwardOutputs recurrent_gla_bwd(const at::Tensor& d_o, const OptionalTensor& d
   return op(d_o, dht, q, k, v, gk, gv, initial_state, cu_seqlens, scale, reverse, state_v_first);
 }
 
-// What they take.
+// Checks of the operators' arguments.
 namespace {
 
 template <class Arguments>
@@ -57,7 +57,7 @@ Shape check_recurrent_bwd(const RecurrentBackwardArguments& a) {
 
 namespace {
 
-// What they return while a graph is traced.
+// Results of the operators while a graph is traced.
 RecurrentForwardOutputs fwd_meta(const RecurrentForwardArguments& a) {
   const Shape s = check_recurrent_fwd(a);
   return {fresh_output(s, a.v), boundary_state_if(a.output_final_state, s, a.q, a.state_v_first)};

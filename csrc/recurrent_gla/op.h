@@ -1,4 +1,4 @@
-// The recurrence: what the operators take, for every backend and for tracing.
+// The recurrence: the operators' inputs and checks, for every backend and for tracing.
 #pragma once
 
 #include <torch/library.h>
@@ -9,7 +9,7 @@
 
 namespace gla_ext {
 
-// The arguments over sequences, as ops.h describes them.
+// The arguments of the operators over sequences, described in ops.h.
 struct RecurrentForwardArguments {
   const at::Tensor &q, &k, &v;
   const OptionalTensor &gk, &gv, &initial_state, &cu_seqlens;
@@ -29,10 +29,10 @@ struct RecurrentBackwardArguments {
 Shape check_recurrent_fwd(const RecurrentForwardArguments& a);
 Shape check_recurrent_bwd(const RecurrentBackwardArguments& a);
 
-// A pool of states [P, H, K, V], and what the N sequences do with it, each a row of the batch or a
-// packed one. What an operator does not take is null.
+// A pool of states [P, H, K, V], and how the N sequences use it; each is a row of the batch, or
+// packed. Inputs that an operator does not take are null.
 struct PoolInputs {
-  const at::Tensor& state;      // of any dtype of q, but fp64 beside fp64 alone
+  const at::Tensor& state;      // of any dtype that q may have; fp64 only with fp64
   const OptionalTensor& slots;  // [N]
   bool state_v_first = false;
   const OptionalTensor* write_slots = nullptr;  // [N]
@@ -42,7 +42,7 @@ struct PoolInputs {
 };
 Shape check_pool(const TokenInputs& tokens, const PoolInputs& pool);
 
-// For backends: the pool and `out` are read and written where they lie; see dispatch/output.h.
+// For backends, which read and write the pool and `out` in place; see dispatch/output.h.
 void check_layouts(const TokenInputs& tokens, const PoolInputs& pool, bool write);
 
 // The arguments of the operators on a pool.
@@ -78,9 +78,9 @@ struct RecurrentCommitArguments {
   const OptionalTensor &cu_seqlens, &write_slots;
 };
 
-// These operators from a backend's `run`. It runs the tokens on the pool, and gives o [B, T, H, V],
-// which nothing reads where there is `out`; the states after them are written where `write` says
-// so. q is null, and o not computed, where tokens are only committed.
+// Makes these operators from a backend's `run`, which runs the tokens on the pool and returns o [B,
+// T, H, V]. With `out`, this result is not read. If `write`, the states after the tokens are
+// written. If tokens are only committed, q is null and o is not computed.
 using RunRecurrence = at::Tensor (*)(const TokenInputs& in, const PoolInputs& pool,
                                      std::optional<double> scale, bool write);
 

@@ -53,7 +53,7 @@ void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v, const Optio
   op(k, v, gk, gv, state, slots, accepted, state_v_first, cu_seqlens, write_slots);
 }
 
-// What they take.
+// Checks of the operators' arguments.
 Shape check_pool(const TokenInputs& tokens, const PoolInputs& pool) {
   const at::Tensor& first = tokens.q != nullptr ? *tokens.q : *tokens.k;
   const Checker check(tokens.op, tokens.q != nullptr ? "q" : "k", first);
@@ -98,7 +98,7 @@ void check_layouts(const TokenInputs& tokens, const PoolInputs& pool, bool write
 
 namespace {
 
-// What they return while a graph is traced.
+// Results of the operators while a graph is traced.
 at::Tensor on_pool_meta(const TokenInputs& in, const PoolInputs& pool, std::optional<double>,
                         bool) {
   const Shape s = check_pool(in, pool);

@@ -122,9 +122,9 @@ __device__ __forceinline__ void unpack4(float (&x)[4]) {
   }
 }
 
-// Rows of some tokens in shared memory, in fp32 and zero outside K and V: scale q, k and exp gk of
-// all keys; v, exp gv and, for backward, do of kValues values. Where there is no gate, the decay is
-// 1.
+// Rows of some tokens in shared memory, in fp32. For all keys: q times scale, k and the decay
+// a = exp(gk). For kValues values: v, the decay b = exp(gv) and, in backward, d_o. Outside K and V
+// the rows are 0 and the decays 1; decays are also 1 where there is no gate.
 template <int kTokens, int kK, int kValues, bool kBackward>
 struct alignas(16) Operands {
   float q[kTokens][kK], k[kTokens][kK], a[kTokens][kK];

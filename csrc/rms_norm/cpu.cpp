@@ -13,7 +13,8 @@
 namespace gla_ext::cpu {
 namespace {
 
-// Rows of a task, from the shape alone: dw is summed within a task, then over tasks in order.
+// The rows of a task depend on the shape alone: dw is summed within a task, then over tasks in
+// order.
 constexpr int64_t kElementsPerTask = 8192, kMostTasks = 256;
 
 int64_t rows_per_task(int64_t rows, int64_t width) {
@@ -58,7 +59,7 @@ class NormTasks {
 
   void forward() const { run(&NormKernels<T>::forward); }
 
-  // dw, as fp32 or fp64 [V].
+  // Computes dw, fp32 or fp64 [V].
   at::Tensor backward() {
     if (p.weight == nullptr) {
       run(&NormKernels<T>::backward);

@@ -33,7 +33,7 @@ inline void store_norm_row(const T* src, const Norm<T>& p, const NormRows& rows,
                    p.width);
 }
 
-// x becomes the stream, residual + x, as it is rounded there.
+// x becomes the stream: residual + x, rounded as it is stored.
 template <typename T>
 inline void add_residual_row(const Norm<T>& p, int64_t row, T* x, T* residual) {
   load_norm_row(residual, p, p.residual, row);
@@ -42,7 +42,7 @@ inline void add_residual_row(const Norm<T>& p, int64_t row, T* x, T* residual) {
   load_norm_row(x, p, p.stream, row);
 }
 
-// The gradient of the row's norm, with the stream's own, is that of the residual and of x.
+// The gradient of the row's norm plus that of the stream is the gradient of both residual and x.
 template <typename T>
 inline void store_residual_grads(const Norm<T>& p, int64_t row, T* u, T* dstream) {
   if (p.dstream.data != nullptr) {
@@ -53,7 +53,7 @@ inline void store_residual_grads(const Norm<T>& p, int64_t row, T* u, T* dstream
   if (p.dx.data != nullptr) store_norm_row(u, p, p.dx, row);
 }
 
-// In fp64: its rounding would be that of the whole row.
+// Sums in fp64, as a rounding error here would be in the whole row.
 template <typename T>
 inline double mean_of(const Norm<T>& p, const Vec<T>& sums) {
   return sum_of_lanes<T, double>(sums) / static_cast<double>(p.width);

@@ -1,4 +1,4 @@
-// The norm on CPU: what the kernels take, and how the host calls them.
+// The norm on CPU: the kernels' arguments, and how the host calls them.
 #pragma once
 
 #include "common/activation.h"
@@ -14,7 +14,7 @@ struct NormRows {
   RowStrides strides;
 };
 
-// Absent tensors are null. T accumulates: float, or double for fp64 inputs.
+// Absent tensors are null. Sums are accumulated in T: float, or double for fp64 inputs.
 template <typename T>
 struct Norm {
   int64_t rows = 0, inner_rows = 1, width = 0;  // width is V

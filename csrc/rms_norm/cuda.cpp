@@ -44,7 +44,7 @@ class NormLaunch : Launch {
 
   void forward() const { launch(norm_forward, p, gpu_); }
 
-  // The gradient of the weight, in fp32 where that is fp64.
+  // The gradient of the weight, in fp32 if the weight is fp64.
   at::Tensor backward() {
     at::Tensor partials, dweight;
     if (weight_.defined()) {

@@ -1,4 +1,4 @@
-// The norm with its gate on CUDA: what the kernels take, and how the host calls them.
+// The norm with its gate on CUDA: the kernels' arguments, and how the host calls them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,7 +23,7 @@ struct Norm {
 
   // Inputs. In backward with a residual x is the stream, and dstream its gradient from elsewhere.
   StridedRows x, gate, dy, residual, dstream;
-  // Outputs [rows, V], contiguous. In backward y is what forward made, where it is asked for.
+  // Outputs [rows, V], contiguous. In backward y, if given, gets what forward made.
   void *y = nullptr, *dx = nullptr, *dgate = nullptr;
   void *stream = nullptr, *dresidual = nullptr;  // the same of a residual
   const void* weight = nullptr;                  // [V]
@@ -32,7 +32,7 @@ struct Norm {
   void* dweight = nullptr;    // [V]
 };
 
-// What the number of blocks follows from.
+// The properties of a GPU that determine the number of blocks.
 struct NormGpu {
   int multiprocessors = 1;
   int major = 0;  // of the compute capability
@@ -43,8 +43,8 @@ void norm_forward(const Norm& p, const NormGpu& gpu, cudaStream_t stream);
 
 // Blocks of threads; each leaves a partial sum of dweight.
 int64_t norm_backward_blocks(const Norm& p, const NormGpu& gpu);
-// dy x weight gate rstd -> dx, dgate, dweight and, where it is there, y; or dy dstream x weight
-// rstd -> dresidual, dweight and, where it is there, dx
+// dy x weight gate rstd -> dx, dgate, dweight and, if given, y; or dy dstream x weight rstd ->
+// dresidual, dweight and, if given, dx
 void norm_backward(const Norm& p, const NormGpu& gpu, cudaStream_t stream);
 
 }  // namespace gla_ext::cuda

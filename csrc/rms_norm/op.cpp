@@ -55,10 +55,10 @@ at::Tensor norm_gate_linear(const at::Tensor& o, const at::Tensor& gate, const a
   return op(o, gate, weight, norm_weight, activation, eps);
 }
 
-// What they take.
+// Checks of the operators' arguments.
 namespace {
 
-// By its name, or raises.
+// Finds an activation by its name, or raises.
 Activation activation_of(const char* op, std::string_view name) {
   constexpr std::array<std::pair<std::string_view, Activation>, 7> kNames{
       {{"relu", Activation::kRelu},
@@ -76,7 +76,7 @@ Activation activation_of(const char* op, std::string_view name) {
   TORCH_CHECK_VALUE(false, op, ": expected activation to be one of ", known, ", got '", name, "'");
 }
 
-// x and what has its shape and dtype; weight [V] of any dtype.
+// Checks x and tensors of its shape and dtype; weight [V] may have any dtype.
 NormCall check_rows(const char* op, const NamedTensors& like_x, const OptionalTensor& weight,
                     std::string_view activation) {
   const at::Tensor& x = *like_x[0].second;
@@ -97,7 +97,7 @@ void check_rstd(const Checker& check, const at::Tensor& x, const at::Tensor& rst
   check.shape("rstd", rstd, "[...]", Sizes(sizes.begin(), sizes.end() - 1));
 }
 
-// Of x's shape, and its dtype or the one of sums.
+// Checks that a stream has x's shape, and x's dtype or that of sums.
 void check_stream(const Checker& check, const char* name, const at::Tensor& t,
                   const at::Tensor& x) {
   check.placed(name, t);
@@ -143,14 +143,14 @@ NormCall check_norm(const NormResidualBackward& a) {
 
 namespace {
 
-// While a graph is traced nothing is run.
+// A backend for traced graphs, which runs nothing.
 struct Traced {
   template <typename F>
   static void with(const char*, const NormCall&, const std::vector<at::Tensor>&,
                    const OptionalTensor&, double, const F&) {}
 };
 
-// Saved are x, weight, gate and rstd, one number a row.
+// Saves x, weight, gate and rstd, which is one number per row.
 struct RmsNormGate {
   static constexpr const char *fwd = "rms_norm_gate_fwd", *bwd = "rms_norm_gate_bwd";
 
@@ -171,7 +171,7 @@ struct RmsNormGate {
   }
 };
 
-// Saved are the stream, which is an output, weight and rstd.
+// Saves the stream (an output), weight and rstd.
 struct RmsNormResidual {
   static constexpr const char *fwd = "rms_norm_residual_fwd", *bwd = "rms_norm_residual_bwd";
 
@@ -194,7 +194,7 @@ struct RmsNormResidual {
   }
 };
 
-// [..., H V] -> [..., H, V] as o is, and back.
+// [..., H V] -> [..., H, V], the shape of o, and back.
 at::Tensor by_heads(const at::Tensor& t, const at::Tensor& o) {
   return t.reshape_symint(o.sym_sizes());
 }
@@ -206,8 +206,8 @@ at::Tensor side_by_side(const at::Tensor& t) {  // is_grads_batched has no rule 
   return t.reshape_symint(sizes);
 }
 
-// The map of the norm, and rstd; by registered operators and torch's, so that a traced graph holds
-// no other.
+// The linear map of the norm, and rstd. Uses only registered operators and torch's, so that a
+// traced graph holds no others.
 std::tuple<at::Tensor, at::Tensor> linear_of_norm(const at::Tensor& o, const at::Tensor& gate,
                                                   const at::Tensor& weight,
                                                   const OptionalTensor& norm_weight,
@@ -224,7 +224,7 @@ at::Tensor norm_gate_linear_composed(const at::Tensor& o, const at::Tensor& gate
   return std::get<0>(linear_of_norm(o, gate, weight, norm_weight, activation, eps));
 }
 
-// What the gradient of the weight needs of the norm is made again in backward.
+// Backward computes the norm again, which the gradient of the weight needs.
 class NormGateLinear : public torch::autograd::Function<NormGateLinear> {
  public:
   static constexpr bool is_traceable = true;
@@ -244,7 +244,7 @@ class NormGateLinear : public torch::autograd::Function<NormGateLinear> {
     at::Tensor d_o, dgate, dweight, dnorm_weight, y;
     const at::Tensor none, &d_out = grads[0];
     if (!d_out.defined()) return {none, none, none, none, none, none};
-    // In the dtypes of forward, whatever stands around backward.
+    // Runs in the dtypes of forward, whatever autocast is active around backward.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &o = saved[0], &weight = saved[2], &norm_weight = saved[3];
@@ -254,7 +254,7 @@ class NormGateLinear : public torch::autograd::Function<NormGateLinear> {
     const bool needs_dweight = ctx->needs_input_grad(2);
     const bool needs_dnorm = ctx->needs_input_grad(0) || ctx->needs_input_grad(1) ||
                              (weighted && ctx->needs_input_grad(3));
-    // For create_graph by the norm itself, which can be differentiated.
+    // With create_graph y comes from the norm operator itself, which can be differentiated.
     const bool with_y = needs_dweight && !at::GradMode::is_enabled();
     if (needs_dnorm) {
       std::tie(d_o, dnorm_weight, dgate, y) =
@@ -278,7 +278,7 @@ at::Tensor norm_gate_linear_autograd(const at::Tensor& o, const at::Tensor& gate
   refuse_unsupported("norm_gate_linear", o, gate, weight, norm_weight);
   const bool trains_norm = o.requires_grad() || gate.requires_grad() ||
                            (given(norm_weight) && norm_weight->requires_grad());
-  // Of a norm that has no gradient, the result is all that need be kept.
+  // If the norm has no gradient, only the result need be kept.
   if (!at::GradMode::is_enabled() || !trains_norm)
     return norm_gate_linear_composed(o, gate, weight, norm_weight, activation, eps);
   return NormGateLinear::apply(o, gate, weight, norm_weight, activation, eps);

@@ -1,4 +1,4 @@
-// What the norm takes, for every backend and for tracing.
+// The inputs of the norm, for every backend and for tracing.
 #pragma once
 
 #include <ATen/ops/zeros.h>
@@ -15,13 +15,13 @@
 
 namespace gla_ext {
 
-// What every backend needs to know of a call.
+// The properties of a call that every backend needs.
 struct NormCall {
   Activation activation = Activation::kSwish;
   at::ScalarType accumulate = at::kFloat;  // of rstd and the sums: fp64 for fp64 inputs
 };
 
-// The arguments, as ops.h describes them.
+// The arguments, described in ops.h.
 struct NormGateForward {
   const at::Tensor& x;
   const OptionalTensor &weight, &gate;
@@ -37,7 +37,7 @@ struct NormGateBackward {
   bool output;
 };
 
-// With the residual stream added before; the sum is of the residual's dtype, which is x's or fp32.
+// The norm after the residual stream is added. The sum has the residual's dtype: x's, or fp32.
 struct NormResidualForward {
   const at::Tensor &x, &residual;
   const OptionalTensor& weight;
@@ -64,11 +64,11 @@ inline std::vector<at::Tensor> those_given(std::initializer_list<OptionalTensor>
   return found;
 }
 
-// The operators from a backend. Backend::with(op, call, tensors, weight, eps, f) gives f a run of
-// its kernels over the rows of the tensors, unless there are none: what the kernels take as `p`,
-// and
+// Makes the operators from a backend. Backend::with(op, call, tensors, weight, eps, f) gives f a
+// run of its kernels over the rows of the tensors, unless there are no rows. The run has the
+// kernels' arguments `p`, and
 //   input(i), output(t), rstd(t)  tensor i of these, and others, as `p` has them
-//   stream_like(t)                says the dtype of the stream and its gradients
+//   stream_like(t)                sets the dtype of the stream and its gradients
 //   forward(), backward()         the latter gives dweight, in the dtype that it is summed in
 template <class Backend>
 struct NormsOn {
@@ -151,7 +151,7 @@ struct NormsOn {
   static at::Tensor empty_rstd(const at::Tensor& x, const NormCall& call) {
     return empty(x.sym_sizes().slice(0, x.dim() - 1), x, call.accumulate);
   }
-  // Of no rows `found` is undefined.
+  // `found` is undefined if there are no rows.
   static at::Tensor weight_grad(const OptionalTensor& weight, const at::Tensor& found,
                                 const at::Tensor& x, const NormCall& call) {
     if (!given(weight)) return nothing(x, call);

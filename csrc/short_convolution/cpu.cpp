@@ -17,13 +17,14 @@
 namespace gla_ext::cpu {
 namespace {
 
-// Tokens of a task, from the shape alone: dw is summed within a task, then over tasks in order.
+// The tokens of a task depend on the shape alone: dw is summed within a task, then over tasks in
+// order.
 constexpr int64_t kElementsPerTask = 32768, kMostRuns = 256;
 constexpr int64_t kChannels = 1024;  // of a task; a multiple of what rows are padded to
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Where sequences lie: rows of T tokens, or packed in one row.
+// The places of sequences: rows of T tokens, or packed in one row.
 class Sequences {
  public:
   Sequences(const char* op, const OptionalTensor& cu_seqlens, int64_t B, int64_t T) : B_(B), T_(T) {
@@ -53,7 +54,7 @@ class Sequences {
     return {0, n, bounds_[n], bounds_[n + 1]};
   }
 
-  // f(piece) for the pieces of tokens [first, end), counted over all batch rows.
+  // Calls f(piece) for the pieces of tokens [first, end), counted over all batch rows.
   template <typename F>
   void for_pieces(int64_t first, int64_t end, F f) const {
     while (first < end) {
@@ -110,8 +111,8 @@ void with_element(const at::Tensor& t, F&& f) {
   f(uint16_t{});
 }
 
-// The gradient of what no token meets: the first input of a cache, and all of it where the sequence
-// is empty. The state then is the whole cache.
+// The gradient of cache entries that no token reads: the first input of a cache, or the whole cache
+// if the sequence is empty; the state is then the whole cache.
 template <typename Element>
 void pass_empty_states(const Sequences& sequences, const OptionalTensor& dstate,
                        at::Tensor& dcache) {
@@ -130,7 +131,7 @@ void pass_empty_states(const Sequences& sequences, const OptionalTensor& dstate,
   }
 }
 
-// The kernels' side of a call; holds the copies that they read.
+// The kernels' side of a call. Holds the copies that they read.
 template <typename T>
 class ConvolutionTasks {
  public:
@@ -155,7 +156,7 @@ class ConvolutionTasks {
 
   void forward() const { run(&ConvolutionKernels<T>::forward); }
 
-  // dw and dbias, [W + 1, padded D].
+  // Computes dw and dbias, [W + 1, padded D].
   at::Tensor backward() {
     const at::Tensor parts = at::zeros({runs(), p.W + 1, padded_width()}, options_);
     p.dweight_parts = parts.mutable_data_ptr<T>();
@@ -189,7 +190,7 @@ class ConvolutionTasks {
   int64_t run_tokens_ = 1;
 };
 
-// Into y, whose channels are contiguous; gives the state, or nothing.
+// Writes y, whose channels are contiguous. Returns the state, or nothing.
 at::Tensor run_forward(const Sequences& sequences, const ConvolutionShape& shape,
                        const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
                        const OptionalTensor& cache, const at::Tensor& y, bool output_state) {
@@ -218,7 +219,7 @@ ConvolutionForwardOutputs short_convolution_fwd_cpu(const ConvolutionForwardArgu
   return {y, run_forward(sequences, shape, a.x, a.weight, a.bias, a.cache, y, a.output_state)};
 }
 
-// By copies of the rows: of caches there is little.
+// Copies the rows, as caches are small.
 at::Tensor short_convolution_on_pool_cpu(const ConvolutionPoolArguments& a) {
   const auto shape = check_short_convolution(a);
   check_convolution_pool_layouts(a);

@@ -2,8 +2,8 @@
 // sequence, with w_j the tap of the token W - 1 - j before:
 //   z_t = bias + Σ_j w_j x_{t-W+1+j}      y_t = silu(z_t)      dz_t = dy_t silu'(z_t)
 //   dx_t = Σ_s w_{W-1-s} dz_{t+s}      dw_j = Σ_t dz_t x_{t-W+1+j}      dbias = Σ_t dz_t
-// What lies before the sequence is its cache, or 0. dx takes what the state after the sequence
-// gives, and dcache is dx of the tokens before the sequence.
+// The inputs before the sequence are its cache, or 0. dx includes the gradient of the state after
+// the sequence, and dcache is dx of the tokens before the sequence.
 //
 // reads   x, dy [B, T, D], w [W, D], bias [D], cache, dstate [N, D, W]
 // writes  y [B, T, D]; dx [B, T, D], dcache [N, D, W], dw and dbias of the piece [W + 1, D]
@@ -22,7 +22,7 @@ struct RowRing {
   T* data;
   int64_t W, width;
 
-  // The row of any token, from W before the first one of a batch row on.
+  // The row of any token, from W before the first one of a batch row.
   T* operator[](int64_t token) const { return data + (token + W) % W * width; }
 };
 
@@ -31,7 +31,7 @@ int64_t convolution_workspace(int64_t W, int64_t width) {
   return (2 * W + 2) * padded(width) + padded(W * sizeof(T*) / sizeof(T));
 }
 
-// Where the rows of the last W tokens are, after the other rows of a workspace.
+// The pointers to the rows of the last W tokens, after the other rows of a workspace.
 template <typename T>
 inline const T** row_pointers(T* workspace, int64_t W, int64_t width) {
   return reinterpret_cast<const T**>(workspace + (2 * W + 2) * width);
@@ -44,7 +44,7 @@ inline T element(const void* data, DType dtype, int64_t i) {
   return x;
 }
 
-// row <- x of a token, which may lie up to W before the sequence; then zeros.
+// row <- x of a token, which may be up to W before the sequence; then zeros.
 template <typename T>
 inline void load_input(T* row, const Convolution<T>& p, const ConvolutionPiece& piece, int64_t t) {
   if (t >= piece.start) {
@@ -59,7 +59,7 @@ inline void load_input(T* row, const Convolution<T>& p, const ConvolutionPiece& 
   for (int64_t i = 0; i < piece.width; ++i) row[i] = element<T>(p.cache, p.dtype, first + i * p.W);
 }
 
-// z of a token from the inputs of the last W.
+// z of a token, from the last W inputs.
 template <typename T>
 inline Vec<T> preactivation(const Convolution<T>& p, const T* const* inputs, int64_t channel,
                             int64_t i) {
@@ -88,8 +88,8 @@ void forward(const Convolution<T>& p, T* workspace, const ConvolutionPiece& piec
   }
 }
 
-// dx of a token, which lies up to W - 1 before the sequence where that is dcache; `dz`: of it and
-// the tokens after it.
+// dx of a token. The token may be up to W - 1 before the sequence; this is dcache. dz: of this
+// token and those after it.
 template <typename T>
 inline void input_gradient(const Convolution<T>& p, const ConvolutionPiece& piece, int64_t t,
                            const RowRing<T>& dz, T* dx) {
@@ -109,7 +109,7 @@ inline void input_gradient(const Convolution<T>& p, const ConvolutionPiece& piec
   }
 }
 
-// Adds what a token gives to dw and dbias; dz stays where the token has none.
+// Computes a token's dz and, if it is `owned`, adds its contributions to dw and dbias.
 template <typename T>
 inline void token_gradient(const Convolution<T>& p, const ConvolutionPiece& piece,
                            const T* const* inputs, const T* dy, bool owned, T* dz) {

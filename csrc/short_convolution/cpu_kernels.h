@@ -1,4 +1,4 @@
-// The short convolution on CPU: what the kernels take, and how the host calls them.
+// The short convolution on CPU: the kernels' arguments, and how the host calls them.
 #pragma once
 
 #include "cpu/host/params.h"
@@ -11,7 +11,7 @@ struct TokenRows {
   int64_t stride_b = 0, stride_t = 0;
 };
 
-// The tokens of a task, of one sequence, whose tokens are [start, end).
+// The tokens of a task that belong to one sequence, whose tokens are [start, end).
 struct ConvolutionPiece {
   int64_t row, n;          // batch row; of cache and state, -1: the sequence has none
   int64_t start, end;      // tokens of the sequence
@@ -20,7 +20,7 @@ struct ConvolutionPiece {
   int64_t part;            // which of dweight_parts
 };
 
-// Absent tensors are null. T accumulates: float, or double for fp64 inputs.
+// Absent tensors are null. Sums are accumulated in T: float, or double for fp64 inputs.
 template <typename T>
 struct Convolution {
   int64_t D = 0, W = 0;

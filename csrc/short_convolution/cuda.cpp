@@ -10,7 +10,7 @@
 namespace gla_ext::cuda {
 namespace {
 
-// Parameters may be fp64 beside shorter inputs.
+// Parameters may be fp64 although inputs are shorter.
 at::Tensor as_kernels_take_it(const at::Tensor& t) {
   return (t.scalar_type() == at::kDouble ? t.to(at::kFloat) : t).contiguous();
 }
@@ -49,7 +49,7 @@ class ConvolutionLaunch : Launch {
 
   Convolution p;
 
-  // x, or dy beside it.
+  // x, or dy in backward.
   TokenRows tokens(const at::Tensor& t) {
     rows_.push_back(with_contiguous_channels(t));
     const TokenStrides strides = token_strides(rows_.back());
@@ -60,7 +60,7 @@ class ConvolutionLaunch : Launch {
 
   void forward() const { launch(convolution_forward, p, multiprocessors()); }
 
-  // On a pool, whose caches are read and written by the kernels.
+  // Forward on a pool, whose caches the kernels read and write.
   void forward(const ConvolutionPool& pool) {
     if (takes_convolution_step(p)) return launch(convolution_step, p, pool);
     const auto options = rows_.front().options();
@@ -73,7 +73,7 @@ class ConvolutionLaunch : Launch {
     launch(scatter_caches, p, pool);
   }
 
-  // The gradients of weight and bias, in fp32 where those are fp64.
+  // The gradients of weight and bias, in fp32 if those are fp64.
   std::tuple<at::Tensor, at::Tensor> backward() {
     const ConvolutionBackwardPlan plan = plan_convolution_backward(p, multiprocessors());
     const auto fp32 = weight_.options().dtype(at::kFloat);
@@ -110,7 +110,7 @@ ConvolutionForwardOutputs short_convolution_fwd_cuda(const ConvolutionForwardArg
   return {y, state};
 }
 
-// The kernels write y where the caller wants it, if that is as a fresh tensor is.
+// The kernels write y to `out` if its layout is that of a fresh tensor.
 at::Tensor short_convolution_on_pool_cuda(const ConvolutionPoolArguments& a) {
   const auto shape = check_short_convolution(a);
   check_convolution_pool_layouts(a);

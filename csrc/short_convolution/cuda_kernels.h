@@ -1,4 +1,4 @@
-// The short convolution on CUDA: what the kernels take, and how the host calls them.
+// The short convolution on CUDA: the kernels' arguments, and how the host calls them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,7 +8,7 @@
 
 namespace gla_ext::cuda {
 
-constexpr int kUnrolledTaps = 4;  // W up to here is known when compiling
+constexpr int kUnrolledTaps = 4;  // the largest W that is known when compiling
 
 // [B, T, D] whose channels are contiguous; strides in elements.
 struct TokenRows {
@@ -16,13 +16,13 @@ struct TokenRows {
   int64_t stride_b = 0, stride_t = 0;
 };
 
-// How the tokens of a batch row are cut, for the threads: `count` runs of `tokens` each.
+// How the tokens of a batch row are divided among threads: `count` runs of `tokens` each.
 struct TokenRuns {
   int64_t tokens = 1, count = 0;
 };
 
-// At most `places * k` runs over all rows for a small k, so that the threads, which take run after
-// run, end at the same time. A run has at least `fewest` tokens if the row has.
+// Makes at most `places * k` runs over all rows for a small k, so that threads, which take run
+// after run, end at the same time. A run has at least `fewest` tokens if the row has that many.
 TokenRuns plan_token_runs(int64_t B, int64_t T, int64_t places, int64_t fewest);
 
 // Absent tensors are null; all but x and dy are contiguous.
@@ -31,7 +31,7 @@ struct Convolution {
   DType dtype = DType::kFloat;         // of x, dy, y, dx, the caches and their gradients
   DType weight_dtype = DType::kFloat;  // of weight and dweight
   DType bias_dtype = DType::kFloat;    // of bias and dbias
-  // D a multiple of 8; every row of x and dy, and weight, starts at a multiple of 16 bytes.
+  // D is a multiple of 8; weight and every row of x and dy start at a multiple of 16 bytes.
   bool aligned = false;
   TokenRuns runs;
 
@@ -55,7 +55,8 @@ struct Convolution {
 // x weight bias cache -> y, state
 void convolution_forward(Convolution p, int multiprocessors, cudaStream_t stream);
 
-// Blocks that share a channel, each of which leaves a partial sum of dweight; and the floats of dz.
+// The number of blocks that share a channel, each of which leaves a partial sum of dweight; and the
+// number of floats in dz.
 struct ConvolutionBackwardPlan {
   TokenRuns runs;
   int64_t blocks = 0, dz = 0;
@@ -64,24 +65,25 @@ ConvolutionBackwardPlan plan_convolution_backward(const Convolution& p, int mult
 // dy dstate x weight bias cache -> dx dcache dweight dbias
 void convolution_backward(Convolution p, const ConvolutionBackwardPlan& plan, cudaStream_t stream);
 
-// Caches in a pool [P, D, W], of which sequence n reads one and writes one. A slot below 0 or from
-// P on: to read, y = 0 and nothing is written; to write, nothing is.
+// Caches in a pool [P, D, W], of which sequence n reads one and writes one. A slot may be outside
+// [0, P): a read slot then means that y = 0 and nothing is written, a write slot that nothing is
+// written.
 struct ConvolutionPool {
   void* state = nullptr;
   int64_t slots_in_pool = 0, stride = 0;    // P, and elements from a cache to the next
   Indices slots, write_slots;               // [N], or absent
   const bool* has_initial_state = nullptr;  // [N]: false: from 0
 };
-// The same for rows of a few tokens, in one launch.
+// convolution_forward on a pool, for rows of a few tokens, in one launch.
 bool takes_convolution_step(const Convolution& p);
 void convolution_step(const Convolution& p, const ConvolutionPool& pool, cudaStream_t stream);
-// Around convolution_forward: the sequences' caches [N, D, W] out of the pool, and what is left in
-// it; y of the sequences without a cache, and of the tokens after the last one, becomes 0.
+// Before and after convolution_forward: take the sequences' caches [N, D, W] from the pool, and put
+// the new ones there. y of sequences without a cache, and of tokens after the last one, becomes 0.
 void gather_caches(const Convolution& p, const ConvolutionPool& pool, void* cache,
                    cudaStream_t stream);
 void scatter_caches(const Convolution& p, const ConvolutionPool& pool, cudaStream_t stream);
 
-// W above kUnrolledTaps. Backward makes dx and the partial sums alone, by as many blocks.
+// For W above kUnrolledTaps. Backward makes only dx and the partial sums, with as many blocks.
 void convolution_forward_by_taps(Convolution p, int multiprocessors, cudaStream_t stream);
 void convolution_backward_by_taps(const Convolution& p, const ConvolutionBackwardPlan& plan,
                                   cudaStream_t stream);

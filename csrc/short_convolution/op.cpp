@@ -1,4 +1,4 @@
-// The short convolution, and the same on a pool of caches.
+// The short convolution, alone and on a pool of caches.
 #include "op.h"
 
 #include <ATen/ops/zeros_like.h>
@@ -49,12 +49,12 @@ void short_convolution_out(const at::Tensor& x, const at::Tensor& weight,
   op(x, weight, bias, state, slots, write_slots, has_initial_state, cu_seqlens, out);
 }
 
-// What they take.
+// Checks of the operators' arguments.
 namespace {
 
 constexpr const char* kPoolOp = "short_convolution_";
 
-// x and what has its dtype; weight and bias of any dtype. `of_sequences` are [N, D, W].
+// Checks x and tensors of its dtype; weight and bias may have any. `of_sequences` are [N, D, W].
 ConvolutionShape check_convolution(const char* op, const NamedTensors& of_tokens,
                                    const NamedTensors& of_sequences, const at::Tensor& weight,
                                    const OptionalTensor& bias, const OptionalTensor& cu_seqlens) {
@@ -144,7 +144,7 @@ TokenStrides token_strides(const at::Tensor& t) {
 
 namespace {
 
-// What they return while a graph is traced.
+// Results of the operators while a graph is traced.
 ConvolutionForwardOutputs fwd_meta(const ConvolutionForwardArguments& a) {
   const auto s = check_short_convolution(a);
   const Sizes state = a.output_state ? Sizes{s.N, s.D, s.W} : Sizes{0};
@@ -164,7 +164,7 @@ at::Tensor on_pool_meta(const ConvolutionPoolArguments& a) {
   return a.out == nullptr ? fresh(a.x) : at::Tensor();
 }
 
-// Nothing but the inputs is saved. A bias and a cache that are absent have no gradient.
+// Saves only the inputs. A bias or a cache that is not given gets no gradient.
 struct ShortConvolution {
   static constexpr const char *fwd = "short_convolution_fwd", *bwd = "short_convolution_bwd";
 

@@ -1,4 +1,4 @@
-// What the short convolution takes, for every backend and for tracing.
+// The inputs of the short convolution, for every backend and for tracing.
 #pragma once
 
 #include <torch/library.h>
@@ -9,7 +9,7 @@
 
 namespace gla_ext {
 
-// What every backend needs to know of a call.
+// The properties of a call that every backend needs.
 struct ConvolutionShape {
   c10::SymInt B, T, D, W;
   c10::SymInt N;  // sequences
@@ -17,7 +17,7 @@ struct ConvolutionShape {
   at::ScalarType accumulate = at::kFloat;  // fp64 for fp64 inputs
 };
 
-// The arguments, as ops.h describes them.
+// The arguments, described in ops.h.
 struct ConvolutionForwardArguments {
   const at::Tensor &x, &weight;
   const OptionalTensor &bias, &cache, &cu_seqlens;
@@ -43,12 +43,12 @@ ConvolutionShape check_short_convolution(const ConvolutionForwardArguments& a);
 ConvolutionShape check_short_convolution(const ConvolutionBackwardArguments& a);
 ConvolutionShape check_short_convolution(const ConvolutionPoolArguments& a);
 
-// For backends: the caches of a pool are read and written where they lie, so each is contiguous and
-// apart from the others; and y where `out` lies, see output.h.
+// For backends, which read and write the caches of a pool in place: each must be contiguous and
+// apart from the others. y is written to `out` in place, see output.h.
 void check_convolution_pool_layouts(const ConvolutionPoolArguments& a);
 
-// Registers the operators from a backend's kernels. What that on a pool returns, nothing reads
-// where there is `out`.
+// Registers the operators from a backend's kernels. With `out`, the result of `on_pool` is not
+// read.
 template <auto forward, auto backward, auto on_pool>
 void register_short_convolution(torch::Library& m) {
   m.impl("short_convolution_fwd", by_arguments<short_convolution_fwd, forward>);
@@ -57,11 +57,11 @@ void register_short_convolution(torch::Library& m) {
   m.impl("short_convolution_.out", by_arguments<short_convolution_out, on_pool>);
 }
 
-// For backends: [B, T, D] whose channels are contiguous, copied where they are not.
+// For backends: [B, T, D] whose channels are contiguous; a copy if they are not.
 at::Tensor with_contiguous_channels(const at::Tensor& t);
 
-// For backends: the strides of batch rows and tokens, 0 for a dimension of size 1, of which none is
-// ever taken.
+// For backends: the strides of batch rows and tokens. They are 0 for a dimension of size 1, whose
+// stride is never used.
 struct TokenStrides {
   int64_t b = 0, t = 0;
 };

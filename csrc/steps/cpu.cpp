@@ -1,5 +1,5 @@
-// The ten steps as operators of their own: each takes its inputs from memory and gives its
-// intermediate back.
+// The ten steps as separate operators. Each reads its inputs from memory and returns its
+// intermediate result.
 #include "cpu/host/call.h"
 #include "op.h"
 
@@ -64,7 +64,7 @@ class Step {
   at::Tensor rows(Rows P::* rows, int64_t last_dim, const at::Tensor* like = nullptr) {
     return call_.output(rows, last_dim, like_, like == nullptr ? kAccumulate : like->scalar_type());
   }
-  // The outputs, once the task has filled them.
+  // Returns the outputs, once the task has filled them.
   template <typename Task, typename Outputs>
   Outputs filled(Task task, Outputs outputs) const {
     call_.run(task);

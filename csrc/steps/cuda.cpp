@@ -1,5 +1,5 @@
-// The ten steps as operators of their own: each takes its inputs from memory and gives its
-// intermediate back, in fp32.
+// The ten steps as separate operators. Each reads its inputs from memory and returns its
+// intermediate result, in fp32.
 #include "cuda/host/call.h"
 #include "op.h"
 
@@ -61,7 +61,7 @@ class Step {
   at::Tensor rows(Rows& rows, int64_t last_dim, const at::Tensor* like = nullptr) {
     return call_.output(rows, last_dim, like == nullptr ? at::kFloat : like->scalar_type());
   }
-  // The outputs, once the kernels are launched.
+  // Returns the outputs, once the kernels are launched.
   template <typename Outputs>
   Outputs filled(std::initializer_list<Kernel> kernels, Outputs outputs, bool tiers = false) {
     call_.run_step(kernels, tiers);

@@ -19,7 +19,7 @@ struct StepTensor {
   bool is_input;  // has the user's dtype; the others are intermediates
 };
 
-// Those that the step takes, in the order of the checks.
+// The tensors that the step takes, in the order of the checks.
 std::vector<StepTensor> step_tensors(const StepInputs& in) {
   const char *keys = "[B, T, H, K]", *values = "[B, T, H, V]";
   std::vector<StepTensor> tensors;
@@ -36,7 +36,7 @@ std::vector<StepTensor> step_tensors(const StepInputs& in) {
   return tensors;
 }
 
-// K or V, from the first tensor that has it; 1 where the step has none.
+// K or V, from the first tensor that has it; 1 if there is none.
 c10::SymInt last_dimension(const std::vector<StepTensor>& tensors, char which) {
   for (const StepTensor& x : tensors)
     if (x.last == which) return x.t->sym_size(3);
@@ -100,7 +100,7 @@ Shape check_step(const StepInputs& in) {
   return shape;
 }
 
-// What they return while a graph is traced.
+// Results of the operators while a graph is traced.
 namespace {
 
 struct TracedStep {

@@ -1,4 +1,4 @@
-// What each step takes, for the checks of every backend and of tracing.
+// The inputs of each step and their checks, for every backend and for tracing.
 #pragma once
 
 #include <torch/library.h>
@@ -11,14 +11,14 @@
 
 namespace gla_ext {
 
-// States of every chunk hold what the products round to anyway: bf16 for bf16 inputs, else the
+// The dtype of the chunks' states, to which products round anyway: bf16 for bf16 inputs, else the
 // accumulation dtype.
 inline at::ScalarType chunk_states_dtype(const at::Tensor& q) {
   return q.scalar_type() == at::kBFloat16 ? at::kBFloat16 : accumulate_of(q);
 }
 
-// The inputs of a step. What it does not take is left out; at least one of q, k, v, d_o, b or g is
-// there.
+// The inputs of a step; those that it does not take are null. At least one of q, k, v, d_o, b or g
+// is given.
 struct StepInputs {
   const char* op;
   const at::Tensor *q = nullptr, *k = nullptr, *v = nullptr, *d_o = nullptr;  // [B, T, H, K | V]
@@ -31,12 +31,12 @@ struct StepInputs {
   std::optional<double> scale = 1.0;
   bool state_v_first = false;
 
-  // The first of those that are there.
+  // The first tensor that is given.
   const at::Tensor& first() const;
 };
 Shape check_step(const StepInputs& in);
 
-// A step as an operator: its schema, and the inputs that the schema lists, in its order.
+// A step as an operator. `input...` are the members of StepInputs in the order of its schema.
 template <auto... input>
 struct StepOperator {};
 using In = StepInputs;
@@ -111,7 +111,7 @@ struct MergeGrads : StepOperator<&In::q, &In::k, &In::v, &In::d_o, &In::b, &In::
       "float? scale) -> (Tensor dq, Tensor dk, Tensor dg)";
 };
 
-// f(step) for each of them.
+// Calls f(step) for each of them.
 template <typename F>
 void for_each_step(const F& f) {
   std::apply([&](auto... step) { (f(step), ...); },
@@ -119,7 +119,7 @@ void for_each_step(const F& f) {
                         StateGrads, ValueGrads, ScoreGrads, IntraGrads, MergeGrads>());
 }
 
-// An input as the dispatcher hands it over.
+// Sets a member of StepInputs to an operator's argument.
 inline void set(const at::Tensor*& input, const at::Tensor& given) { input = &given; }
 template <typename T>
 void set(T& input, const T& given) {

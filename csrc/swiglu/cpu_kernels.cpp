@@ -15,7 +15,7 @@ namespace CPU_CAPABILITY {
 
 constexpr int64_t kWorkspace = 3 * padded(kSwigluPiece);
 
-// f(row, first column, count) for the pieces of a task.
+// Calls f(row, first column, count) for the pieces of a task.
 template <typename F>
 inline void for_pieces(const Swiglu& p, int64_t task, F f) {
   const int64_t first = task * p.pieces_per_task, all = p.rows * p.pieces_in_row;

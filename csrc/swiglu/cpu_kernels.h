@@ -1,4 +1,4 @@
-// SwiGLU on CPU: what the kernels take, and how the host calls them.
+// SwiGLU on CPU: the kernels' arguments, and how the host calls them.
 #pragma once
 
 #include "common/rows.h"
@@ -17,7 +17,7 @@ struct Swiglu {
   void *y = nullptr, *dgate = nullptr, *dup = nullptr;  // outputs [rows, width], contiguous
 };
 
-// A task is some pieces of rows. T accumulates: float, or double for fp64 inputs.
+// A task is some pieces of rows. Everything is computed in T: float, or double for fp64 inputs.
 template <typename T>
 struct SwigluKernels {
   using Task = void (*)(const Swiglu&, T* workspace, int64_t task);

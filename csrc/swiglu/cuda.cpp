@@ -6,7 +6,8 @@
 namespace gla_ext::cuda {
 namespace {
 
-// Fresh outputs are aligned; where there are several rows, each of theirs if the width is.
+// Fresh outputs are aligned. If there are several rows, each row of an output is aligned if the
+// width is.
 bool is_aligned(const RowLayout& layout, int64_t elements) {
   bool aligned = layout.rows == 1 || layout.width % elements == 0;
   for (size_t i = 0; i < layout.tensors.size(); ++i)

@@ -1,4 +1,4 @@
-// SwiGLU on CUDA: what the kernels take, and how the host calls them.
+// SwiGLU on CUDA: the kernels' arguments, and how the host calls them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,7 +20,7 @@ struct Swiglu {
 
 // gate up -> y
 void swiglu_forward(const Swiglu& p, cudaStream_t stream);
-// dy gate up -> dgate, dup and, where it is there, y
+// dy gate up -> dgate, dup and, if given, y
 void swiglu_backward(const Swiglu& p, cudaStream_t stream);
 
 }  // namespace gla_ext::cuda

@@ -31,10 +31,10 @@ at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at:
   return op(gate, up, weight, bias);
 }
 
-// What they take.
+// Checks of the operators' arguments.
 namespace {
 
-// gate and what has its shape [..., D], and its dtype as `others` have it too.
+// Checks gate and tensors of its shape [..., D]. All must have its dtype, `others` too.
 void check_inputs(const char* op, const NamedTensors& like_gate, const NamedTensors& others = {}) {
   const at::Tensor& gate = *like_gate[0].second;
   const Checker check(op, "gate", gate);
@@ -70,14 +70,14 @@ void check_swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at:
   if (given(bias)) check.shape("bias", *bias, "[N]", {N});
 }
 
-// While a graph is traced nothing is run.
+// A backend for traced graphs, which runs nothing.
 struct Traced {
   static void forward(const char*, const std::vector<at::Tensor>&, const at::Tensor&) {}
   static void backward(const char*, const std::vector<at::Tensor>&, const at::Tensor&,
                        const at::Tensor&, const at::Tensor&) {}
 };
 
-// Nothing but the inputs is saved.
+// Saves only the inputs.
 struct Swiglu {
   static constexpr const char *fwd = "swiglu_fwd", *bwd = "swiglu_bwd";
 
@@ -94,14 +94,14 @@ struct Swiglu {
   }
 };
 
-// By registered operators and torch's, so that a traced graph holds no other.
+// Uses only registered operators and torch's, so that a traced graph holds no others.
 at::Tensor linear_of_product(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
                              const OptionalTensor& bias) {
   check_swiglu_linear(gate, up, weight, bias);
   return at::linear(swiglu_fwd(gate, up), weight, bias);
 }
 
-// What the gradient of the weight needs of the product is made again in backward.
+// Backward computes the product again, which the gradient of the weight needs.
 class SwigluLinear : public torch::autograd::Function<SwigluLinear> {
  public:
   static constexpr bool is_traceable = true;
@@ -118,7 +118,7 @@ class SwigluLinear : public torch::autograd::Function<SwigluLinear> {
     at::Tensor dgate, dup, dweight, dbias;
     const at::Tensor& d_out = grads[0];
     if (!d_out.defined()) return {dgate, dup, dweight, dbias};
-    // In the dtypes of forward, whatever stands around backward.
+    // Runs in the dtypes of forward, whatever autocast is active around backward.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &gate = saved[0], &up = saved[1], &weight = saved[2];

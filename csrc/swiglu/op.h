@@ -1,4 +1,4 @@
-// What SwiGLU takes, for every backend and for tracing.
+// The inputs of SwiGLU, for every backend and for tracing.
 #pragma once
 
 #include <torch/library.h>
@@ -40,7 +40,7 @@ struct SwigluOn {
   }
 };
 
-// What kernels take of the inputs of either pass, none of which is empty.
+// The inputs of either pass as kernels take them. No tensor is empty.
 template <class Problem>
 Problem swiglu_problem(const RowLayout& layout) {
   Problem p;

@@ -44,10 +44,10 @@ def check_place(model: LanguageModel, before: Place, kind: str) -> None:
 
 
 class DecodeLoop:
-    """The buffers of a batch and optionally the graphs of a token step on them.
+    """The buffers of a batch and, optionally, CUDA graphs of a token step that uses them.
 
-    Random numbers are drawn into a buffer outside of the graph. The graph therefore works with any
-    generator, and gives the same tokens as the step without a graph.
+    Random numbers are drawn outside the graph, into a buffer that it reads. So a graph works with
+    any generator and gives the same tokens as a step without one.
     """
 
     def __init__(self, model: LanguageModel, batch_size: int, sampling: Sampling) -> None:

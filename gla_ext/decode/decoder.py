@@ -181,17 +181,18 @@ class Decoder:
     def refresh(self, keep_running: bool = False) -> None:
         """Tells the decoder that the model has changed.
 
-        If only values changed, the graph is kept; checking this takes a few milliseconds. If
-        addresses of tensors, modules, attributes or hooks changed, or attributes cannot be compared
-        (torchao's weights, DTensors, closures), the next step captures a new graph.
+        If only the values of tensors changed, the graph is kept; the check takes a few
+        milliseconds. If tensors have moved in memory, if modules, attributes or hooks were
+        replaced, or if attributes cannot be compared (torchao's weights, DTensors, closures), the
+        next step captures a new graph.
 
         Args:
             keep_running: rows continue from their states, which the old model computed.
                 Default: False (rows are as before their first prompt).
 
         Raises:
-            ValueError: for a model on another device, of another dtype or vocabulary; make a new
-                decoder.
+            ValueError: if the model's device, dtype or vocabulary size has changed. Make a new
+                decoder instead.
         """
         self._loop.refresh(self.model)
         if not keep_running:

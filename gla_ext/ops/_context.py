@@ -88,8 +88,8 @@ def context_of(cp_context: Any) -> Any:
 
 
 def refuse_context(cp_context: Any, sentence: str) -> None:
-    """Raises NotImplementedError if there is a cp_context, so that ranks have parts of
-    sequences.
+    """Raises NotImplementedError(sentence) if there is a cp_context, that is, if sequences are
+    split across ranks.
     """
     if cp_context is not None:
         raise NotImplementedError(sentence)

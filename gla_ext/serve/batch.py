@@ -98,7 +98,7 @@ class Batch:
     def _make_states(
         self, taken: int, state_dtype: torch.dtype | None, checkpoint_bytes: int
     ) -> StaticGLACache:
-        """Buffers of `taken` rows, and of rows for checkpoints."""
+        """A cache of `taken` rows, plus as many rows for checkpoints as checkpoint_bytes hold."""
         one = StaticGLACache(1)
         one.state_dtype = state_dtype
         with one.prefill():

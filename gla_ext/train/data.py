@@ -1,7 +1,8 @@
-"""Text as bytes: its sources, the files that are held out, and the results of simple coders.
+"""Text as bytes: where it comes from, which files are held out, and how well simple coders (lzma,
+order 0) compress it.
 
-A corpus is a set of documents (files). Byte 0 is put before each. Text does not contain this byte,
-so it tells the model that a document starts; its own prediction does not count in the loss.
+A corpus is a set of documents (files). Each is preceded by byte 0, which text does not contain.
+So this byte tells the model that a document starts; predicting it does not count in the loss.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -343,25 +342,3 @@ def run_python(code: str, **environment: str) -> str:
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
-
-
-def run_python_under(variable: str, values: Iterable[str], code: str) -> dict[str, str]:
-    """What `code`, which imports gla_ext, prints under each value of an environment variable.
-
-    Each time gla_ext is imported anew; torch, which takes its time, is imported once.
-    """
-    values = list(values)
-    each = f"""
-import os, sys, torch
-for value in {values!r}:
-    sys.stdout.flush()
-    if os.fork() == 0:
-        os.environ[{variable!r}] = value
-        exec({code!r}, {{"__name__": "__main__"}})
-        print("\\0", end="", flush=True)
-        os._exit(0)
-    assert os.wait()[1] == 0
-"""
-    printed = run_python(each).split("\0")
-    assert len(printed) == len(values) + 1
-    return dict(zip(values, printed, strict=False))

@@ -90,3 +90,13 @@ def kernel_of(name: str) -> str:
     """A profiler's name of a kernel as plans have it, without what stands behind for a variant."""
     path = re.match(r"(?:void )?gla_ext::cuda::(?:sm90::|steps::)?([\w:]+)", name).group(1)
     return path.removesuffix("::kernel").replace("::", ".")
+
+
+def move(t):
+    """To the GPU, copied, not computed: initcheck sees copies write. Strides and alignment stay."""
+    if t is None:
+        return None
+    extent = 1 + sum(s * (n - 1) for n, s in zip(t.shape, t.stride(), strict=True))
+    start = t.storage_offset() if t.numel() else 0
+    flat = t.as_strided((start + extent,), (1,), 0) if t.numel() else t.flatten()
+    return flat.to("cuda").as_strided(t.shape, t.stride(), start)

@@ -274,8 +274,8 @@ DTYPES = {
         ),
     },
     "gate_projection": {
-        "weight to be torch.float32 like h, got torch.float64": lambda x: gate_projection(
-            x, x[0].double()
+        "weight to be torch.float32 like h, got torch.bfloat16": lambda x: gate_projection(
+            x, x[0].bfloat16()
         ),
     },
     "ShortConvolution": {

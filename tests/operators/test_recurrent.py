@@ -13,7 +13,6 @@ from gla_ext.selftest import tolerance
 ops = torch.ops.gla_ext
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 by_gating = pytest.mark.parametrize("gating", GATINGS)
-fresh_memory_is_nan = pytest.mark.usefixtures("nan_in_fresh_memory")
 
 
 @by_gating

@@ -1,6 +1,6 @@
-// chunk_gla over the tokens of several ranks: each sums up what its own add to the state, one
-// all-gather hands that to all, and what enters a rank follows (context parallel). Backward goes
-// the same way from the last rank to the first.
+// chunk_gla over the tokens of several ranks (context parallel). Each rank sums up what its tokens
+// add to the state. One all-gather passes these summaries to all ranks, and each computes the state
+// that enters it. Backward does the same from the last rank to the first.
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -30,18 +30,18 @@ struct Arguments : ChunkInputs {
   at::IntArrayRef counts, before, after, spans;
 };
 
-// Which tokens of the text this rank has.
+// The tokens that this rank has.
 struct Ranks {
   int64_t rank, size;
   std::string group;
   int64_t count;          // packed: own sequences
-  int64_t before, after;  // ranks before, and after, that its first, and its last, goes on in
+  int64_t before, after;  // earlier ranks with its first sequence, later ranks with its last
   Ints spans;             // packed: start, end of its first sequence, start of its last, end
 
   int64_t last_row() const { return count - 1; }
 };
 
-// The inputs of a call, or a part of them by tokens.
+// The inputs of a call, or of some of its tokens.
 struct Inputs {
   at::Tensor q, k, v;
   OptionalTensor g, gv;
@@ -76,23 +76,23 @@ at::Tensor gather(const at::Tensor& own, const Ranks& r) {
   return wait.call(stack.at(0).toTensor());
 }
 
-// Sets rows of a state to 0: all, or of packed sequences one.
+// Sets all rows of a state to 0; for packed sequences, one row.
 void clear_rows(const at::Tensor& t, bool packed, int64_t row) {
   (packed ? t.narrow(0, row, 1) : t).zero_();
 }
 
-// What of a state, initial or final, is looked at where sequences are rows: absent if nothing.
+// If sequences are rows: the initial or final state if this rank uses it, else absent.
 OptionalTensor own_rows(const OptionalTensor& t, int64_t reach) {
   return reach > 0 ? std::nullopt : t;
 }
 
-// Packed: the same of the sequence that this rank hands on, if it has another end here too.
+// Packed: that state of the sequence that this rank passes on, if its other end is here too.
 OptionalTensor own_row(const OptionalTensor& t, const Ranks& r, int64_t reach, int64_t row) {
   const bool own = r.count > 1 || (r.count == 1 && reach == 0);
   return given(t) && own ? OptionalTensor(t->narrow(0, row, 1)) : std::nullopt;
 }
 
-// Packed: what the last sequence leaves.
+// Packed: the summary of this rank's last sequence, which it passes on to the ranks after it.
 at::Tensor packed_summary(const Inputs& in, const OptionalTensor& initial_state, const Ranks& r) {
   const int64_t start = r.spans[2], end = r.count > 0 ? r.spans[3] : start;
   const Inputs last = in.part(start, end);
@@ -112,21 +112,21 @@ at::Tensor packed_summary_bwd(const Inputs& in, const at::Tensor& d_o, const Opt
                                            in.v_first, in.batch_invariant, none, 0));
 }
 
-// The fold of what all ranks hand on, into the row of packed sequences; `decays`: in backward.
+// The fold of all ranks' summaries, for packed sequences into `row`. decays: in backward.
 std::tuple<at::Tensor, at::Tensor> fold(const Inputs& in, const at::Tensor& summaries,
                                         const OptionalTensor& decays,
                                         const OptionalTensor& boundary, const Ranks& r, bool packed,
                                         int64_t reach, int64_t row) {
   const c10::SymInt each = packed ? c10::SymInt(1) : in.q.sym_size(0);
-  // Where nothing enters, only decays are wanted.
+  // If nothing enters, only decays are wanted.
   const c10::SymInt N = reach == 0 ? c10::SymInt(0) : packed ? c10::SymInt(r.count) : each;
   return chunk_gla_fold(summaries, decays, reach > 0 ? boundary : std::nullopt, r.size, each, N,
                         in.q.sym_size(2), in.q.sym_size(3), in.v.sym_size(3), given(in.g),
                         given(in.gv), in.v_first, {r.rank}, {reach}, packed ? Ints{row} : Ints());
 }
 
-// Backward where a graph is made of it, whose own backward says what it cannot do. What has a
-// gradient stands beside `run`, for autograd to see.
+// Backward while autograd records a graph of it. Its own backward raises, as it is not supported.
+// Tensors that have a gradient are arguments besides `run`, so that autograd sees them.
 BackwardOutputs run_backward(const at::Tensor&, const OptionalTensor&, const at::Tensor&,
                              const at::Tensor&, const at::Tensor&, const OptionalTensor&,
                              const OptionalTensor&, const OptionalTensor&,
@@ -193,7 +193,7 @@ class ChunkGlaAcrossRanks : public torch::autograd::Function<ChunkGlaAcrossRanks
     saved["count"] = r.count, saved["before"] = r.before, saved["after"] = r.after;
     saved["spans"] = r.spans;
     ctx->set_materialize_grads(false);
-    // As in Differentiable: what has no gradient goes around the Function.
+    // As in Differentiable, results without a gradient go around the Function.
     *not_asked_for = final_state;
     if (a.output_final_state) return {o, final_state};
     return {o};
@@ -213,12 +213,12 @@ class ChunkGlaAcrossRanks : public torch::autograd::Function<ChunkGlaAcrossRanks
                                           : run();
     if (!ctx->saved_data["has_initial_state"].toBool()) dh0 = at::Tensor();
     variable_list found{dq, dk, dv, grad_of(saved[3], dg), grad_of(saved[4], dgv), dh0};
-    found.resize(9);  // an argument each
+    found.resize(9);  // one per argument
     return found;
   }
 
  private:
-  // dq, dk, dv, dg, dgv and dh0, of 0 elements where there is no such input.
+  // dq, dk, dv, dg, dgv and dh0; 0 elements if there is no such input.
   static BackwardOutputs gradients(AutogradContext* ctx, const variable_list& saved,
                                    const at::Tensor& d_o, OptionalTensor dht) {
     auto& data = ctx->saved_data;
@@ -254,7 +254,7 @@ class ChunkGlaAcrossRanks : public torch::autograd::Function<ChunkGlaAcrossRanks
     return {dq, dk, dv, dg, dgv, dh0};
   }
 
-  // The final state where every row goes on elsewhere.
+  // The final state if every row continues on another rank.
   static at::Tensor no_state(const Inputs& in, const at::Tensor& like) {
     const c10::SymInt B = in.q.sym_size(0), H = in.q.sym_size(2), K = in.q.sym_size(3),
                       V = in.v.sym_size(3);

@@ -1,5 +1,5 @@
-// The halves composed of the whole, for devices and calls without kernels that share work between
-// them.
+// The halves composed of whole passes, for devices and calls without kernels that share work
+// between them.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>

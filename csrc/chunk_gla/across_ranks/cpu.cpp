@@ -13,7 +13,7 @@ T decayed(T x, T decay) {
   return factor == 0 ? T(0) : factor * x;
 }
 
-// x of one row and head.
+// Computes x for one row and head.
 template <class T>
 void fold_matrix(const Fold<T>& p, int64_t row, int64_t head) {
   const bool entered = p.is_entered(row);

@@ -1,5 +1,5 @@
-// The halves of chunk_gla on CUDA: on the fused path they share what the first has made; elsewhere
-// each is a pass of its own.
+// The halves of chunk_gla on CUDA. On the fused path the second uses results of the first;
+// otherwise each is a pass of its own.
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -26,7 +26,8 @@ at::Tensor bytes(const at::Tensor& like, int64_t size) {
   return at::empty({size}, like.options().dtype(at::kByte));
 }
 
-// Runs the first half of a pass. What it leaves is returned if the caller was told of its size.
+// Runs the first half of a pass. Returns what it leaves for the second half if that has the size
+// that the caller expects, else an unused tensor of that size.
 at::Tensor run_summary(Call& call, const PassPlan& pass, const at::Tensor& q,
                        int64_t prepared_bytes) {
   const int64_t size = pass.summary.bytes();
@@ -70,7 +71,7 @@ ForwardOutputs apply_cuda(const ApplyArguments& a) {
   return {o, final_state, entering};
 }
 
-// The plan of backward, with what forward has left in its place if it is of the plan's size.
+// The plan of backward. If what forward has left has the plan's size, it is put in its place.
 CallPlan plan_backward(Call& call, bool batch_invariant, const at::Tensor& prepared) {
   if (prepared.numel() > 0) {
     CallPlan plan = call.plan(batch_invariant, /*for_backward=*/true, /*in_halves=*/true);

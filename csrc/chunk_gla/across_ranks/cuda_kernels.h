@@ -1,4 +1,4 @@
-// What enters a rank's part of a text, on CUDA: how the host calls the kernel.
+// What enters a rank's part of the sequences, on CUDA: how the host calls the kernel.
 #pragma once
 
 #include <cuda_runtime_api.h>

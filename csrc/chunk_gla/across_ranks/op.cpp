@@ -63,7 +63,7 @@ TwoTensors chunk_gla_fold(const at::Tensor& summaries, const OptionalTensor& dec
             state_v_first, places, reach, entered);
 }
 
-// What they take.
+// The whole calls, of whose arguments the halves take a part.
 ForwardArguments whole(const SummaryArguments& a) {
   return {a, a.initial_state, kAbsent, a.scale, true, a.state_v_first, a.batch_invariant, 0};
 }
@@ -136,7 +136,7 @@ void check_chunk_gla_fold(const FoldArguments& a) {
 
 namespace {
 
-// What they return while a graph is traced: the shared tensors have the sizes that the caller was
+// Results while a graph is traced. Tensors that the halves share have the sizes that the caller was
 // told.
 TwoTensors summary_meta(const SummaryArguments& a) {
   const Shape s = check_chunk_gla_fwd(whole(a));

@@ -1,5 +1,5 @@
-// The halves of chunk_gla composed of the whole, for devices and calls without kernels that share
-// work between them; and the fold between them, from tensors to what a backend's loop takes.
+// The halves of chunk_gla, composed of whole passes, for devices and calls without kernels that
+// share work between halves. Also the fold: from tensors to the struct that a backend's loop takes.
 #pragma once
 
 #include <torch/library.h>
@@ -10,7 +10,7 @@
 
 namespace gla_ext {
 
-// The arguments, as ops.h describes them.
+// The arguments, described in ops.h.
 struct SummaryArguments : ChunkInputs {
   const OptionalTensor& initial_state;
   std::optional<double> scale;
@@ -53,7 +53,8 @@ struct FoldArguments {
   Sizes x_sizes() const;
 };
 
-// A half as the whole that it is checked as; where it is composed, it is a call of that.
+// The call of chunk_gla or its backward that a half is a part of: its arguments are checked as that
+// call's. Where halves share no work, a half runs it.
 ForwardArguments whole(const SummaryArguments& a);
 ForwardArguments whole(const ApplyArguments& a);
 BackwardArguments whole(const SummaryBackwardArguments& a, const OptionalTensor& initial_state);
@@ -61,7 +62,7 @@ BackwardArguments whole(const ApplyBackwardArguments& a);
 
 void check_chunk_gla_fold(const FoldArguments& a);
 
-// chunk_gla_fold as the dispatcher calls it: sizes by value.
+// chunk_gla_fold as the dispatcher calls it, with sizes by value.
 using FoldOperator = TwoTensors(const at::Tensor&, const OptionalTensor&, const OptionalTensor&,
                                 int64_t, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt,
                                 c10::SymInt, bool, bool, bool, at::IntArrayRef, at::IntArrayRef,
@@ -79,7 +80,7 @@ void register_halves(torch::Library& m) {
 
 namespace halves {
 
-// What follow leave `prepared` and `entering` of the given sizes unused.
+// The following functions do not use `prepared` and `entering`, which have the given sizes.
 TwoTensors summary(const SummaryArguments& a);
 ForwardOutputs apply(const ApplyArguments& a);
 TwoTensors summary_bwd(const SummaryBackwardArguments& a);

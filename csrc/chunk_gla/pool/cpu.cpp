@@ -19,12 +19,12 @@ at::Tensor gather(const at::Tensor& pool, const std::vector<int64_t>& rows, at::
   return states;
 }
 
-// Numbers of the checkpoints of each sequence, and all of them.
+// All checkpoints, and the number of each sequence's first one.
 struct Checkpoints {
   std::vector<int64_t> first;  // [N + 1]
   at::Tensor states;           // [all, H, K, V]
 
-  // Those of sequences that have a row go where they are wanted.
+  // Writes the checkpoints of sequences that have a row to their places.
   void write(const PoolArguments& a, const std::vector<int64_t>& slots) const {
     const at::Tensor& to = given(a.checkpoints) ? *a.checkpoints : a.state;
     const auto N = static_cast<int64_t>(slots.size());

@@ -1,7 +1,7 @@
-// chunk_gla_ on CUDA: check, plan, allocate, launch. The kernels read and write the pool: those of
-// chunks, and for sequences of one token the recurrence, which reads no chunk for them. Calls in
-// batch_invariant leave these to the chunks too: cut into segments a sequence has the bits of one
-// piece, and its last segment may be one token.
+// chunk_gla_ on CUDA: check, plan, allocate, launch. The kernels read and write the pool. Sequences
+// of one token go to the recurrence, which reads no chunk for them, but not in batch_invariant
+// mode. There a sequence must have the same bits in one piece and in segments, and its last segment
+// may be one token.
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -17,8 +17,8 @@
 namespace gla_ext::cuda {
 namespace {
 
-// The longest sequences that the recurrence takes. It depends on nothing else, so a sequence's bits
-// do not depend on its company; checkpoints, which come after 64 tokens, it has none to make.
+// The longest sequences that the recurrence takes. Only the length decides, so a sequence's bits do
+// not depend on other sequences. Checkpoints come after 64 tokens, so it has none to make.
 constexpr int64_t kRecurrentTokens = 1;
 
 StatePool pool_of(const at::Tensor& t) {
@@ -75,14 +75,14 @@ Recurrence short_sequences_of(const Call& call, const PoolArguments& a, const Po
   return r;
 }
 
-// Leaves the short ones of packed sequences to the recurrence: the others' rows are in `others`.
+// Leaves short packed sequences to the recurrence. `others` gets the rows of the others.
 void leave_short_sequences(Problem& p, at::Tensor& others) {
   p.short_sequences = {.most_tokens = kRecurrentTokens, .slots = p.pool.slots};
   p.short_sequences.others = others.mutable_data_ptr<int64_t>();
   p.pool.slots = {others.const_data_ptr(), /*are_int64=*/true};
 }
 
-// Where the kernels write o: where the caller wants it, if that is as a fresh tensor is.
+// The tensor to which kernels write o: the caller's `out`, if its layout is that of a fresh tensor.
 at::Tensor o_of(Call& call, const PoolArguments& a) {
   Problem& p = call.problem;
   const bool is_like_fresh = a.out != nullptr && a.out->scalar_type() == call.dtype &&
@@ -113,10 +113,10 @@ at::Tensor chunk_gla_on_pool_cuda(const PoolArguments& a) {
   if (may_recur && p.grid.packed && p.grid.N > 0)
     leave_short_sequences(p,
                           held.emplace_back(at::empty({p.grid.N}, a.q.options().dtype(at::kLong))));
-  // This allocates before it launches: a call that lacks memory has moved no state.
+  // This allocates before it launches, so a call that lacks memory changes no state.
   const bool all_short = !p.grid.packed && p.grid.T <= kRecurrentTokens;
   if (!may_recur || !all_short) call.run(pass);
-  // Packed sequences of any length: only the device knows these.
+  // Packed sequences may have any length, which only the device knows.
   if (may_recur && (p.grid.packed || all_short)) {
     recurrent_forward(short_sequences, at::cuda::getCurrentCUDAStream());
     C10_CUDA_KERNEL_LAUNCH_CHECK();

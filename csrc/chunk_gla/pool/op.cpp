@@ -1,4 +1,4 @@
-// chunk_gla on a pool of states, which it reads and writes where they lie.
+// chunk_gla on a pool of states, which it reads and writes in place.
 #include "op.h"
 
 #include "dispatch/autocast.h"
@@ -38,7 +38,7 @@ void chunk_gla_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
      batch_invariant, checkpoint_every, checkpoints, checkpoint_slots, checkpoint_cu_starts, out);
 }
 
-// What it takes.
+// Checks of the operator's arguments.
 namespace {
 
 constexpr const char* kOp = "chunk_gla_";
@@ -115,7 +115,7 @@ void check_pool_layouts(const PoolArguments& a) {
 
 namespace {
 
-// What it returns while a graph is traced.
+// The result while a graph is traced.
 at::Tensor chunk_gla_on_pool_meta(const PoolArguments& a) {
   const Shape s = check_chunk_gla_on_pool(a);
   return a.out != nullptr ? *a.out : fresh_output(s, a.v);

@@ -1,4 +1,4 @@
-// chunk_gla_, on a pool of states: its arguments by name, and what they are checked for.
+// chunk_gla_, on a pool of states: its arguments by name, and their checks.
 #pragma once
 
 #include <torch/library.h>
@@ -7,7 +7,7 @@
 
 namespace gla_ext {
 
-// As ops.h describes them.
+// Described in ops.h.
 struct PoolArguments : ChunkInputs {
   at::Tensor& state;
   const OptionalTensor &slots, &write_slots, &has_initial_state, &cu_seqlens;
@@ -23,7 +23,7 @@ constexpr int64_t kMostCheckpointTokens = int64_t{1} << 30;  // between two of a
 
 Shape check_chunk_gla_on_pool(const PoolArguments& a);
 
-// For backends: the pool, the checkpoints and `out` are written where they lie.
+// For backends, which write the pool, the checkpoints and `out` in place.
 void check_pool_layouts(const PoolArguments& a);
 
 // Registers both forms of the operator from a backend's kernel.

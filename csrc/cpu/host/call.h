@@ -1,4 +1,4 @@
-// From checked tensors to what the kernels take.
+// Converts checked tensors to what the kernels take.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@ namespace gla_ext::cpu {
 
 DType dtype_of(at::ScalarType t);
 
-// A call's tensors as a Problem; holds the contiguous copies that some inputs need.
+// A call's tensors as a Problem. Holds the contiguous copies that some inputs need.
 template <typename T>
 class Call {
  public:
@@ -26,13 +26,13 @@ class Call {
   int64_t B, tokens, N, chunks;
   bool packed;
 
-  // [B, T, H, D] inputs, or with a divisor of H as their heads, each with the field it fills.
+  // Inputs [B, T, H, D], each with the field it fills. Their heads may be a divisor of H.
   struct Input {
     Rows Problem<T>::* rows;
     const at::Tensor& tensor;
   };
   void inputs(std::initializer_list<Input> tensors);
-  // The same of q, unless it is null, k, v and the gates that are there.
+  // Takes q, unless it is null, k, v and the given gates as inputs.
   void tokens_of(const at::Tensor* q, const at::Tensor& k, const at::Tensor& v,
                  const OptionalTensor& g, const OptionalTensor& gv);
   void input_state(const T* Problem<T>::* states, const OptionalTensor& t);
@@ -42,11 +42,11 @@ class Call {
   // Fresh outputs. Tokens and chunks that no sequence owns are zero.
   at::Tensor output(Rows Problem<T>::* rows, int64_t last_dim, const at::Tensor& like,
                     at::ScalarType dtype);
-  // One that the caller gave, whose last dimension is contiguous.
+  // An output that the caller has given. Its last dimension is contiguous.
   void output_into(Rows Problem<T>::* rows, const at::Tensor& out);
-  // 0 elements unless asked for.
+  // It has 0 elements unless it is asked for.
   at::Tensor output_state(T* Problem<T>::* states, const at::Tensor& like, bool asked_for = true);
-  // dq, dk, dv, dg, dgv and dh0, of H heads; 0 elements where the input is absent.
+  // dq, dk, dv, dg, dgv and dh0, of H heads; 0 elements if the input is absent.
   BackwardOutputs gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const OptionalTensor& g, const OptionalTensor& gv,
                             const OptionalTensor& h0);
@@ -55,7 +55,7 @@ class Call {
 
   void run(typename Kernels<T>::SequenceTask task, bool states_behind_workspace = false) const;
   void run(typename Kernels<T>::ChunkTask task) const;
-  // Forward of all chunks, as the plan for this call says.
+  // Runs forward of all chunks by the plan for this call.
   void run_forward(const at::Tensor& q);
   bool sweeps(bool backward) const;
   const std::vector<Sequence>& sequences() const { return sequences_; }
@@ -75,11 +75,11 @@ class Call {
 extern template class Call<float>;
 extern template class Call<double>;
 
-// The Problem of a Call that a generic lambda takes; its Accumulate is T.
+// The Problem type of a generic lambda's Call. Its Accumulate is T.
 template <class Call>
 using ProblemOf = std::decay_t<decltype(std::declval<Call>().problem)>;
 
-// The sum over the first dimension, in its order, whoever has made the parts.
+// The sum over the first dimension, in its order, so that it does not depend on the threads.
 template <typename T>
 at::Tensor sum_of_parts(const at::Tensor& parts) {
   at::Tensor sums = at::zeros(parts.sizes().slice(1), parts.options());
@@ -90,13 +90,13 @@ at::Tensor sum_of_parts(const at::Tensor& parts) {
   return sums;
 }
 
-// f(float{}), or for fp64 inputs f(double{}).
+// Calls f(float{}), or f(double{}) for fp64 inputs.
 template <typename F>
 auto with_accumulate(at::ScalarType accumulate, F&& f) {
   return accumulate == at::kDouble ? f(double{}) : f(float{});
 }
 
-// f(Call<float or double>) by the accumulation dtype.
+// Calls f(Call<float or double>), by the accumulation dtype.
 template <typename F>
 auto with_call(const char* op, const Shape& shape, const OptionalTensor& cu_seqlens,
                std::optional<double> scale, F&& f) {

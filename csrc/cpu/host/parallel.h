@@ -14,8 +14,8 @@
 
 namespace gla_ext::cpu {
 
-// Strong gates make decays below 2^-126 by the thousand, and denormal operands cost a hundred
-// cycles each on x86-64: there they are 0 within a task.
+// Strong gates make thousands of decays below 2^-126, and denormal operands cost a hundred cycles
+// each on x86-64. There they are flushed to 0 within a task.
 class FlushDenormals {
  public:
 #if defined(__x86_64__)
@@ -27,8 +27,8 @@ class FlushDenormals {
 #endif
 };
 
-// body(workspace, task) for every task; workers take the next one when they are done, so uneven
-// tasks balance.
+// Calls body(workspace, task) for every task. Workers take the next task when they are done, so
+// uneven tasks balance.
 template <typename T, typename Body>
 void for_each_task(int64_t tasks, int64_t workspace_elements, const Body& body) {
   const int64_t workers = std::min<int64_t>(tasks, at::get_num_threads());

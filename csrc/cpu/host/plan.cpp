@@ -11,8 +11,9 @@
 namespace gla_ext::cpu {
 namespace {
 
-// The share of workers' time that a sweep uses, `tasks` of one length over `threads`; below this,
-// the second pass over the gates that materialised states cost is the cheaper price.
+// The least share of workers' time that a sweep must use, with `tasks` of equal length on
+// `threads`. Below it, materialised states are cheaper, although they need a second pass over the
+// gates.
 constexpr double kWorthSweeping = 0.75;
 
 Mode choose_mode(int64_t tasks, int64_t threads) {

@@ -1,4 +1,4 @@
-// How a call runs on CPU: a pure function of its shape and the number of threads.
+// The plan of a call on CPU: a pure function of its shape and the number of threads.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct PlanInputs {
 
 struct Plan {
   Mode mode;
-  int64_t threads;          // workers that have something to do
+  int64_t threads;          // workers that have work
   int64_t tasks;            // of the parallel part: (sequence, head) or (chunk, head)
   int64_t workspace_bytes;  // of all workers; packed: at most, as if one sequence had every token
   int64_t state_bytes;      // of materialised S and, in backward, dS'

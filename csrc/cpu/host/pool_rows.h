@@ -1,4 +1,4 @@
-// Which rows of a pool the sequences of a call read and write.
+// The rows of a pool that the sequences of a call read and write.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +10,7 @@
 
 namespace gla_ext::cpu {
 
-// The indices, or 0 to count - 1 where there are none.
+// The indices, or 0 to count - 1 if there are none.
 inline std::vector<int64_t> values_of(const OptionalTensor& indices, int64_t count) {
   if (given(indices)) {
     const at::Tensor t = indices->to(at::kLong).contiguous();
@@ -22,10 +22,10 @@ inline std::vector<int64_t> values_of(const OptionalTensor& indices, int64_t cou
   return values;
 }
 
-// Of N sequences; -1: none. Without a row of its own a sequence writes none.
+// The rows of N sequences; -1: none. A sequence without a row in `slots` writes none.
 struct PoolRows {
   std::vector<int64_t> slots, write;
-  std::vector<int64_t> read;  // slots, but of those that start from zero
+  std::vector<int64_t> read;  // slots, but -1 for sequences that start from zero
 
   PoolRows(const at::Tensor& pool, int64_t N, const OptionalTensor& of_slots,
            const OptionalTensor& of_write_slots, const OptionalTensor& has_initial_state) {

@@ -12,7 +12,7 @@ struct Activated {
   Vec<T> value, slope;
 };
 
-// f and f' of an activation.
+// Computes f and f' of an activation.
 template <typename T>
 inline Activated<T> activated(Activation activation, const Vec<T>& g) {
   const Vec<T> zero(T(0)), one(T(1)), two(T(2));

@@ -1,13 +1,13 @@
-// Step 1 and what the other steps make of it: the gates of one chunk and their exponents.
+// Step 1, and the factors that other steps need: the gates of one chunk and their exponents.
 //
-// Tier 1, where the prefix sums b, 0 before the first token included, span at most kRangeLimit and
-// rise at most kRiseLimit: one integer reference r a channel serves the chunk, operands carry
-// 2^(b - r) and 2^(r - b).
+// Tier 1: the prefix sums b, including the 0 before the first token, span at most kRangeLimit and
+// rise at most kRiseLimit. One integer reference r per channel serves the whole chunk; operands
+// carry the factors 2^(b - r) and 2^(r - b).
 //
-// All other chunks have strong gates, and go by sub-chunks of 16 tokens. Between sub-chunks
-// exponents are anchored at the row block's start; inside them a running product of the decays
-// replaces every exponential. Their exponents are prefix sums for q and exclusive suffix sums for
-// k, all <= 0 for gates <= 0, so nothing cancels beside a reset.
+// All other chunks have strong gates and are computed by sub-chunks of 16 tokens. Between
+// sub-chunks, exponents are anchored at the row block's start; inside them a running product of
+// decays replaces all exponentials. The exponents are prefix sums for q and exclusive suffix sums
+// for k. For gates <= 0 all are <= 0, so nothing cancels next to a reset.
 #pragma once
 
 #include "tile.h"
@@ -19,11 +19,11 @@ constexpr double kLog2E = 1.4426950408889634;
 constexpr double kRangeLimit = 112;  // log2 units
 constexpr double kRiseLimit = 8;     // log2 units; beyond it 2^r could overflow a large state
 
-// The decay of a gate at or below this is exactly 0: a reset (log2 units).
+// A gate (log2 units) at or below this is a reset: its decay is exactly 0.
 template <typename T>
 constexpr T kMinGate = std::is_same_v<T, double> ? T(-1100) : T(-150);
 
-// Gates are recognised as resets from here on; the one spare unit absorbs the rounding of b's
+// From here down, gates are recognised as resets. The one spare unit covers the rounding of b's
 // differences.
 template <typename T>
 constexpr T kResetGate = kMinGate<T> + 1;
@@ -36,7 +36,7 @@ template <typename T>
 struct Gates {
   int64_t ld = 0, length = 0;
   bool in_tier1 = false;  // tier 1
-  bool absent = false;    // nothing decays: x and b are not there
+  bool absent = false;    // nothing decays: there is no x and no b
   T range = 0;            // R, in tier 1
   T* x = nullptr;         // gates, log2 units, clamped
   T* b = nullptr;         // their inclusive prefix sums
@@ -45,7 +45,7 @@ struct Gates {
   T* s_in = nullptr;      // tier 1: 2^r;          else 1
   T* a = nullptr;         // 2^b_C
   T* c = nullptr;         // tier 1: 2^(b_C - r);  else 1
-  // Strong chunks alone:
+  // Only for strong chunks:
   T* eq_local = nullptr;  // 2^(sum of the sub-chunk's gates up to and with i)
   T* ek_local = nullptr;  // 2^(sum of the sub-chunk's gates after j)
   T* alpha = nullptr;     // 2^x
@@ -57,7 +57,7 @@ struct Gates {
   }
   int64_t size() const { return length * ld; }
 
-  // From memory that `take` hands out, of rows of ld_ elements.
+  // Takes memory from `take` for rows of ld_ elements.
   template <typename Take>
   void carve(const Take& take, int64_t ld_) {
     ld = ld_;
@@ -67,7 +67,7 @@ struct Gates {
   }
 };
 
-// x[L, ld] from natural-log gates: in log2 units and clamped so that NaN stays NaN.
+// x[L, ld] from natural-log gates, in log2 units. The clamp keeps NaN.
 template <typename T>
 inline void load_log2(const Rows& g, const Chunk& chunk, int64_t D, Gates<T>& gates) {
   gates.length = chunk.length;
@@ -78,7 +78,7 @@ inline void load_log2(const Rows& g, const Chunk& chunk, int64_t D, Gates<T>& ga
       gates.x, gates.x);
 }
 
-// x[L, ld] of the keys: from g, or from b, as its differences.
+// x[L, ld] of the keys, from g, or from the differences of b.
 template <typename T>
 inline void load_gates(const Problem<T>& p, const Chunk& chunk, Gates<T>& gates) {
   if (p.g.data != nullptr) {
@@ -94,8 +94,9 @@ inline void load_gates(const Problem<T>& p, const Chunk& chunk, Gates<T>& gates)
   }
 }
 
-// The lowest and highest prefix sum of one vector of channels, 0 before the first token included:
-// a decay across the whole chunk counts, and |b| stays within the limits of tier 1. NaN stays NaN.
+// The lowest and highest prefix sum of one vector of channels, including the 0 before the first
+// token: so a decay across the whole chunk counts, and |b| stays within the limits of tier 1. NaN
+// stays NaN.
 template <typename T>
 struct Span {
   Vec<T> low{T(0)}, high{T(0)};
@@ -106,7 +107,7 @@ struct Span {
   }
 };
 
-// b[L, ld] and R; whether the chunk may take tier 1. NaN may not.
+// Computes b[L, ld] and R. Returns whether the chunk may take tier 1; with NaN it may not.
 template <typename T>
 inline bool cumsum(Gates<T>& gates) {
   Vec<T> range(T(0)), rise(T(0));
@@ -199,8 +200,8 @@ inline void make_no_gates(const Chunk& chunk, Gates<T>& gates) {
   for (T* factors : {gates.s_in, gates.a, gates.c}) fill(factors, gates.ld, T(1));
 }
 
-// Everything above for one chunk. The tier depends on the chunk's gates alone, so every step takes
-// the same one.
+// Everything above for one chunk. The tier depends only on the chunk's gates, so every step takes
+// the same.
 template <typename T>
 inline void make_gates(const Problem<T>& p, const Chunk& chunk, Gates<T>& gates) {
   if (p.g.data == nullptr && p.b.data == nullptr) return make_no_gates(chunk, gates);
@@ -209,8 +210,8 @@ inline void make_gates(const Problem<T>& p, const Chunk& chunk, Gates<T>& gates)
   make_exponents(gates);
 }
 
-// The same for the value side's gates. In tier 1 a state is multiplied by both references, so both
-// ranges together must keep within the limit.
+// make_gates for the gates on values. In tier 1 a state is multiplied by 2^r of the keys and of the
+// values, so the sum of both ranges must not exceed kRangeLimit.
 template <typename T>
 inline void make_value_gates(const Problem<T>& p, const Chunk& chunk, const Gates<T>& keys,
                              Gates<T>& gates) {

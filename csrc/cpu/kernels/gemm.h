@@ -2,8 +2,8 @@
 //
 //   C[i, j] = alpha_i Σ_k A[i, k] B[k, j] + beta_i C[i, j]
 //
-// Every element is one chain of multiply-adds (fused where the capability has them) over ascending
-// k, whatever the tile shape, so its bits depend on its own row of A and column of B alone: not on
+// Every element is one chain of multiply-adds (fused if the capability has them) over ascending k,
+// whatever the tile's shape. So its bits depend only on its row of A and its column of B, not on
 // the number of rows, the thread or the batch.
 #pragma once
 
@@ -12,8 +12,7 @@
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
-// Where A's element (i, k) lies: data + i * row + k * col. {p, ld, 1} is A, {p, 1, ld} its
-// transpose.
+// A's element (i, k) is at data + i * row + k * col. {p, ld, 1} is A, {p, 1, ld} its transpose.
 template <typename T>
 struct Left {
   const T* data;

@@ -1,4 +1,4 @@
-// What one worker does in chunk_gla: the steps in order, over a sequence or one chunk.
+// The work of one worker in chunk_gla: the steps in order, over a sequence or one chunk.
 #pragma once
 
 #include "steps/chunk_states.h"
@@ -27,8 +27,8 @@ void make_all_gates(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   if (t.value_gated) make_value_gates(p, chunk, t.gates, t.values.gates);
 }
 
-// Steps 3, 4 and 5 of a chunk whose gates, queries, keys and values are loaded and which t.S
-// enters.
+// Steps 3, 4 and 5 of a chunk. Its gates, queries, keys and values are loaded, and t.S is the state
+// that enters it.
 template <typename T>
 void forward_loaded(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   scores(p, t);
@@ -48,8 +48,8 @@ void load_forward(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   load_values(p, chunk, t);
 }
 
-// A [K, V] tile from and to the matrix of (sequence, head) in one of h0, ht, dht, dh0, which may be
-// absent.
+// Copies a [K, V] tile from or to the matrix of (sequence, head) in one of h0, ht, dht, dh0, which
+// may be absent.
 template <typename T>
 void load_boundary(const Problem<T>& p, const T* states, int64_t n, int64_t head, const Tiles<T>& t,
                    T* tile) {
@@ -65,7 +65,7 @@ void store_boundary(const Problem<T>& p, T* states, int64_t n, int64_t head, con
               tile, t.Vp, t.row_scale);
 }
 
-// After chunk number n, if a checkpoint is made there.
+// Stores a checkpoint after chunk number n, if one is made there.
 template <typename T>
 void store_checkpoint(const Problem<T>& p, const Sequence& sequence, int64_t n, int64_t head,
                       const Tiles<T>& t) {
@@ -120,8 +120,8 @@ void store_key_grads(const Problem<T>& p, const Chunk& chunk, const Tiles<T>& t)
   if (!t.gates.absent) store_rows(p.dg, chunk, p.K, t.dg, t.Kp);
 }
 
-// Steps 4 to 7 of a chunk that is loaded, which t.S enters and t.dS leaves; A by forward steps 3
-// and 4.
+// Steps 4 to 7 of a chunk that is loaded. t.S is the state that enters it, t.dS the gradient of the
+// state that leaves it. A is computed by forward steps 3 and 4.
 template <typename T>
 void backward_loaded(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   entering_state(p, t);
@@ -148,7 +148,7 @@ void load_backward(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   load_chunk_state(p, chunk.state, t);
 }
 
-// Stores the states after the tiles, then sweeps backward.
+// Stores the states, behind the tiles, then sweeps backward.
 template <typename T>
 void backward_sweep(const Problem<T>& problem, T* workspace, const Sequence& sequence,
                     int64_t head) {

@@ -1,4 +1,4 @@
-// The vocabulary of the CPU kernels: padded tiles, conversions between memory and tiles,
+// The basic helpers of the CPU kernels: padded tiles, conversions between memory and tiles, and
 // transposes.
 //
 // A tile is a row-major matrix whose leading dimension is a multiple of kPad elements and whose
@@ -25,7 +25,7 @@ inline void map(int64_t n, F f, T* out, const In*... in) {
   for (int64_t i = 0; i < n; i += Vec<T>::size()) f(Vec<T>::loadu(in + i)...).store(out + i);
 }
 
-// In the order of the lanes, in T or wider.
+// The sum of the lanes, in their order, in T or a wider type.
 template <typename T, typename Sum = T>
 inline Sum sum_of_lanes(const Vec<T>& x) {
   T lanes[Vec<T>::size()];
@@ -59,7 +59,7 @@ inline void fill(T* out, int64_t n, T value) {
   for (int64_t i = 0; i < n; ++i) out[i] = value;
 }
 
-// As map takes them.
+// Functions for map.
 struct Times {
   template <typename V>
   V operator()(const V& x, const V& y) const {
@@ -73,7 +73,7 @@ struct AddProduct {
   }
 };
 
-// memcpy for rows: short, and called by the hundred a chunk.
+// memcpy for rows, which are short and copied by the hundred per chunk.
 template <typename T>
 inline void copy_row(T* dst, const T* src, int64_t n) {
   int64_t i = 0;
@@ -118,7 +118,7 @@ inline void convert_row_back(void* dst, DType dtype, int64_t offset, const T* sr
   }
 }
 
-// dst[L, ld] <- rows of one chunk; the D..ld columns become zero.
+// dst[L, ld] <- rows of one chunk; columns D..ld become zero.
 template <typename T>
 inline void load_rows(T* dst, int64_t ld, const Rows& rows, const Chunk& chunk, int64_t D) {
   const int64_t base = chunk.row * rows.stride_b + rows.head_offset(chunk.head);
@@ -149,7 +149,7 @@ inline void round_to_bf16(T* x, int64_t n) {
   }
 }
 
-// dst[L, ld] = src ⊙ factor, rounded when asked.
+// dst[L, ld] = src ⊙ factor, rounded if `round`.
 template <typename T>
 inline void gated(T* dst, const T* src, const T* factor, int64_t n, bool round) {
   map<T>(n, Times(), dst, src, factor);
@@ -181,7 +181,7 @@ inline void transpose(T* dst, int64_t ld_dst, const T* src, int64_t ld_src, int6
   }
 }
 
-// What a state that is not stored shorter is in memory.
+// The dtype of a state in memory, unless it is stored in a shorter one.
 template <typename T>
 constexpr DType kAccumulated = std::is_same_v<T, double> ? DType::kDouble : DType::kFloat;
 
@@ -211,7 +211,7 @@ inline void store_state(void* dst, DType dtype, bool v_first, int64_t K, int64_t
   }
 }
 
-// Of a problem in rows: f(row) for those of a task, and the element that a row starts at.
+// Calls f(row) for the rows of a task.
 template <class Problem, typename F>
 inline void for_rows(const Problem& p, int64_t task, F f) {
   const int64_t first = task * p.rows_per_task, end = first + p.rows_per_task;

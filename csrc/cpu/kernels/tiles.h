@@ -7,13 +7,13 @@
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
-// What gates on values add: the value side's own tiles. Vp = padded(V), C = 64.
+// The tiles of the value side, for gates on values. Vp = padded(V), C = 64.
 template <typename T>
 struct ValueTiles {
   Gates<T> gates;
   T* do_local;           // [C, Vp], do ⊙ eq_local, strong chunks
   T *anchor, *v_anchor;  // [C, Vp], strong chunks
-  T *o_intra, *dgv;      // [C, Vp], what the chunk itself adds to o, as backward forms it
+  T *o_intra, *dgv;      // [C, Vp], the chunk's own part of o, as backward computes it
   T *P, *R;              // [C, Vp]
   T* total;              // [Vp]
 };
@@ -103,7 +103,7 @@ inline void load_output_grads(const Problem<T>& p, const Chunk& chunk, Tiles<T>&
   if (!g.in_tier1) gated(t.values.do_local, t.d_o, g.eq_local, g.size(), p.round_operands);
 }
 
-// Strong chunks: keys of the sub-chunks before I, anchored at the start of I.
+// For strong chunks: the keys of the sub-chunks before I, anchored at the start of I.
 template <typename T>
 inline void anchor_keys(const Problem<T>& p, Tiles<T>& t, int64_t I) {
   const int64_t ld = t.Kp;
@@ -116,7 +116,7 @@ inline void anchor_keys(const Problem<T>& p, Tiles<T>& t, int64_t I) {
   gated(t.k_anchor, t.k, t.anchor, I * kSubChunk * ld, p.round_operands);
 }
 
-// Zeroes what lies above the diagonal of the c x c block at `block`, by select.
+// Zeroes the c x c block at `block` above its diagonal, by select.
 template <typename T>
 inline void mask_block(T* block, int64_t ld, int64_t rows) {
   for (int64_t i = 0; i < rows; ++i) fill(block + i * ld + i + 1, kSubChunk - i - 1, T(0));
@@ -129,8 +129,8 @@ inline void scale_columns(const Tiles<T>& t, T* state, const T* factors) {
     map<T>(t.Vp, Times(), state + i * t.Vp, state + i * t.Vp, factors);
 }
 
-// A state as an operand: dst = rows ⊙ src ⊙ columns, rounded when asked. `columns` are the value
-// side's factors in tier 1; else they are 1 and not read.
+// A state as an operand: dst = rows ⊙ src ⊙ columns, rounded for bf16 inputs. In tier 1 `columns`
+// are the factors of the value side; else they are 1 and not read.
 template <typename T>
 inline void state_operand(const Problem<T>& p, Tiles<T>& t, T* dst, const T* src, const T* rows,
                           const T* columns) {

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kMaxTokenStride = (int64_t{1} << 31) / kChunk;  // elements, see Rows
 
-// A copy of a tensor, an output or the scores may have this stride.
+// Checks the largest token stride of copied tensors, outputs and scores.
 void check_token_stride(const char* op, const Shape& shape) {
   const int64_t H = shape.H.expect_int(), K = shape.K.expect_int(), V = shape.V.expect_int();
   TORCH_CHECK_NOT_IMPLEMENTED(H <= (kMaxTokenStride - 1) / std::max({K, V, kChunk}), op,
@@ -27,7 +27,7 @@ void check_token_stride(const char* op, const Shape& shape) {
                               " and V = ", V);
 }
 
-// The grid of any kernel: its blocks are some channels and values of a chunk, or of a sequence.
+// Checks the size of grids. A block has some channels and values of a chunk, or of a sequence.
 void check_grid(const char* op, const ChunkGrid& grid, int64_t H, int64_t K, int64_t V) {
   constexpr int64_t kChannels = 32, kValues = 64;  // of the smallest blocks
   const int64_t blocks_each = (K + kChannels - 1) / kChannels * ((V + kValues - 1) / kValues);
@@ -207,7 +207,7 @@ void Call::run_rest(const PassPlan& pass, const at::Tensor& left) {
 }
 
 at::Tensor Call::output_for_backward(const CallPlan& plan, int64_t bytes) {
-  // Backward may be on another path by then, and could not tell.
+  // Backward may be on another path by then, and could not notice.
   TORCH_CHECK_NOT_IMPLEMENTED(
       bytes == 0 || plan.path == Path::kFused, op_,
       ": expected for_backward_bytes to be 0 in the step path, got ", bytes,
@@ -242,7 +242,7 @@ void Call::place(const Workspace& w, const at::Tensor& memory) {
   place(w, static_cast<char*>(const_cast<void*>(memory.const_data_ptr())));
 }
 
-// Each of its buffers to the field that the kernels read.
+// Assigns each of its buffers to the field that kernels read.
 void Call::place(const Workspace& w, char* base) {
   Problem &p = problem, &v = value_side;
   const DType short_type = intermediate_dtype(p.dtype), fp32 = DType::kFloat;

@@ -13,13 +13,13 @@
 
 namespace gla_ext::cuda {
 
-// What an operator's own class of calls is made of. Holds the copies that some inputs need.
+// The base of an operator's class of calls. Holds the copies that some inputs need.
 class Launch {
  protected:
   explicit Launch(at::Device device)
       : guard_(device), stream_(c10::cuda::getCurrentCUDAStream(device.index())) {}
 
-  // Valid until the next.
+  // The result is valid until the next call.
   const at::Tensor& hold(at::Tensor t) { return held_.emplace_back(std::move(t)); }
   const at::Tensor& contiguous(const at::Tensor& t) {
     return t.is_contiguous() ? t : hold(t.contiguous());

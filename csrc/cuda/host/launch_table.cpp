@@ -6,7 +6,7 @@
 namespace gla_ext::cuda {
 namespace {
 
-// A launcher that sees one side of the call, or both.
+// A launcher that takes one side of the call, or both.
 struct Launcher {
   void (*one)(const Problem&, cudaStream_t) = nullptr;
   void (*both)(const Problem&, const Problem&, cudaStream_t) = nullptr;

@@ -27,7 +27,7 @@ PathChoice path_choice() {
   return PathChoice::kAny;
 }
 
-// Asked once a device, which is the current one.
+// `device` must be the current one; the answer is kept.
 bool sm90_built(c10::DeviceIndex device) {
   enum : int8_t { kUnknown, kAbsent, kBuilt };
   static std::array<std::atomic<int8_t>, 64> known{};
@@ -37,8 +37,8 @@ bool sm90_built(c10::DeviceIndex device) {
   return mine.load(std::memory_order_relaxed) == kBuilt;
 }
 
-// Whether all rows start at multiples of 16 bytes, as far as a tensor knows where it lies: while
-// tracing it does not, and what such a graph keeps prepared chunks of is copied where they do not.
+// Whether all rows start at multiples of 16 bytes, or this is not known while tracing. A traced
+// graph may keep prepared chunks; then inputs with other rows are copied.
 bool may_be_aligned(const at::Tensor& t) {
   const c10::DispatchKeySet keys = t.key_set();
   const bool traced =
@@ -72,8 +72,8 @@ PlanInputs plan_inputs(c10::Device device, const ChunkGrid& grid, int64_t H, int
 
 namespace {
 
-// Of a call that only asks, under autograd: absent where the fused path does not take it. Without
-// the GPU, as when tracing for one, nothing.
+// The inputs of a plan for a call that is only asked about, under autograd. Absent if the fused
+// path cannot run it, or without the GPU, as when tracing for one.
 std::optional<PlanInputs> inputs_of(const ForwardArguments& a) {
   if (a.q.device().index() >= c10::cuda::device_count()) return std::nullopt;
   const auto type = a.q.scalar_type();
@@ -98,7 +98,7 @@ std::optional<PlanInputs> inputs_of(const ForwardArguments& a) {
 
 }  // namespace
 
-// By the plan that the operator will make of such a call.
+// Taken from the plan that the operator will make for such a call.
 int64_t for_backward_bytes(const ForwardArguments& a) {
   std::optional<PlanInputs> in = inputs_of(a);
   if (!in.has_value()) return 0;

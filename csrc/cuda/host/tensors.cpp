@@ -6,7 +6,7 @@
 
 namespace gla_ext::cuda {
 
-constexpr int64_t kLoadBytes = 16;  // what one aligned load takes
+constexpr int64_t kLoadBytes = 16;  // of one aligned load
 
 DType dtype_of(at::ScalarType t) {
   switch (t) {
@@ -25,7 +25,7 @@ bool starts_aligned(const void* data) {
 }
 
 Rows rows_of(void* data, DType dtype, at::IntArrayRef sizes, at::IntArrayRef strides) {
-  // Of a dimension of size 1 any stride may come; none is ever taken.
+  // A dimension of size 1 may have any stride; it is never used.
   const auto stride = [&](int dim) { return sizes[dim] == 1 ? 0 : strides[dim]; };
   Rows rows{.data = data,
             .stride_b = stride(0),

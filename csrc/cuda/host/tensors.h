@@ -1,4 +1,4 @@
-// From tensors to what kernels take, and what every operator on CUDA refuses.
+// Converts tensors to the structs of kernels. Also the checks of every operator on CUDA.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,19 +20,19 @@ Rows rows_of(void* data, DType dtype, at::IntArrayRef sizes, at::IntArrayRef str
 Rows rows_of(const at::Tensor& t);
 bool has_contiguous_rows(const at::Tensor& t);
 
-// Contiguous indices, which the caller holds.
+// Contiguous indices, which the caller keeps alive.
 inline Indices indices_of(const OptionalTensor& t) {
   if (!given(t)) return {};
   return {t->const_data_ptr(), t->scalar_type() == at::kLong};
 }
 
-// Lets H heads read those of `rows`, `heads` in number, a divisor of H.
+// Lets H heads share the `heads` heads of `rows`, a divisor of H.
 void share_heads(const char* op, Rows& rows, int64_t heads, int64_t H);
 
 void check_not_fp64(const char* op, at::ScalarType accumulate);
-// A GPU that the kernels are built for.
+// Raises unless the kernels are built for this GPU.
 void check_gpu(const char* op, at::Device device);
-// Both, and K and V up to kMaxHeadDim.
+// Both checks; K and V may be at most kMaxHeadDim.
 void check_supported(const char* op, const Shape& shape, at::Device device);
 
 int multiprocessors_of(at::Device device);

@@ -1,7 +1,7 @@
-// Every kernel that a call of chunk_gla or of a step may launch: the only table of them. A row is
-// the name of the kernel in code, its name in plans and tests, and the function that launches it
-// (host/launchers.h, sm90/sm90.h, sm90/head_gates/head_gates.h). A recipe is the list of those that
-// a call launches, in order.
+// The only table of kernels: all that a call of chunk_gla or of a step may launch. A row holds the
+// kernel's name in the code, its name in plans and tests, and the function that launches it
+// (host/launchers.h, sm90/sm90.h, sm90/head_gates/head_gates.h). A recipe lists the kernels that a
+// call launches, in order.
 #pragma once
 
 #include <array>
@@ -124,8 +124,7 @@ constexpr std::array kKernelNames{
 
 constexpr const char* name_of(Kernel kernel) { return kKernelNames[static_cast<size_t>(kernel)]; }
 
-// With gates on values some kernels run once more over the chunk as its values see it
-// (launchers.h).
+// With gates on values, some kernels run a second time, for the value side (launchers.h).
 enum class Side : uint8_t { kKeys, kValues };
 
 class Recipe {

@@ -61,7 +61,7 @@ const char* why_not_fused(const PlanInputs& in) {
 
 namespace {
 
-// A gate of every key channel, one a head spread over them included.
+// The plan for a gate per key channel. A gate per head may have been copied to all channels.
 CallPlan plan_by_channels(const PlanInputs& in, const ChunkGrid& grid) {
   if (in.choice != PathChoice::kSteps && in.key_gated && why_not_fused(in) == nullptr)
     return plan_fused(in, grid);

@@ -1,5 +1,5 @@
-// The fused path: which kernels of sm90/ make each pass, over which segments, and what forward
-// leaves for backward.
+// The fused path: which kernels of sm90/ run in each pass, over which segments, and what forward
+// stores for backward.
 #include <algorithm>
 
 #include "paths.h"
@@ -8,7 +8,7 @@
 namespace gla_ext::cuda {
 namespace {
 
-// Whether a cluster of two blocks can share the gating: heads of more values than one block's.
+// Whether a cluster of two blocks can share the gating: a head must have more values than a block.
 bool can_cluster(const PlanInputs& in) {
   return in.K > kTierBlock && in.K <= kGroupKeys && in.gate_dtype == DType::kBFloat16 &&
          ceil_div(in.V, kFusedValues) % 2 == 0;
@@ -16,14 +16,14 @@ bool can_cluster(const PlanInputs& in) {
 
 enum class Gradients : uint8_t { kChunk, kChunkPair, kSweep, kSmallSweep };
 
-// How the passes of a call go: what depends on both of them is decided here, once.
+// The choices that depend on both passes of a call; they are made here, once.
 struct Choices {
   Segments forward_segments, backward_segments;
   Gradients gradients = Gradients::kChunk;
-  // Sweeps read prepared chunks from memory; else they gate on their way.
+  // Whether sweeps read prepared chunks from memory; else they gate q and k themselves.
   bool forward_prepared = false, backward_prepared = false;
-  bool packed_summaries = false;  // forward gates, and makes summaries of long packed sequences
-  // One kernel makes prepared chunks and summaries, or in backward of whole sequences S.
+  bool packed_summaries = false;  // forward gates; summaries of long packed sequences
+  // One kernel makes prepared chunks and summaries or, in backward of whole sequences, S.
   bool cluster_summaries = false, cluster_states = false;
 };
 
@@ -31,17 +31,18 @@ bool sweeps_gradients(const Choices& c) {
   return c.gradients == Gradients::kSweep || c.gradients == Gradients::kSmallSweep;
 }
 
-// Chunk pairs where the states of all chunks would be most of what is read. With fewer values the
-// work of a pair before and after its values costs more than it saves. K 256, V 512 of 8 sequences
-// of 2,048: both ways 1.13 times as fast.
+// Chunk pairs are used where the states of all chunks would be most of what is read. With fewer
+// values, the work of a pair before and after its values costs more than it saves. For 8 sequences
+// of 2,048 tokens, K 256 and V 512, both passes were 1.13 times as fast.
 bool pays_chunk_pairs(const PlanInputs& in, const ChunkGrid& grid) {
   constexpr int64_t kMostValues = 128;  // values
   return in.K > kGroupKeys && in.V > kMostValues && !in.batch_invariant && grid.chunks > 1;
 }
 
-// Forward gates on its way where K is at most 128 and g is bf16 and it would gate a chunk once:
-// segments have it gated for the summaries too. Most packed sequences have one segment: forward
-// then gates as well, unless gradients need sums of gates with every bit as prepare.cu makes them.
+// Forward gates q and k itself if K is at most 128, g is bf16 and each chunk would be gated only
+// once; segments also need gating for their summaries. Most packed sequences have one segment, so
+// forward then gates them too, unless the gradients need the sums of gates bit for bit as
+// prepare.cu makes them.
 Choices choose(const PlanInputs& in, const ChunkGrid& grid) {
   Choices c;
   c.forward_segments = choose_forward_segments(in, grid);
@@ -58,7 +59,7 @@ Choices choose(const PlanInputs& in, const ChunkGrid& grid) {
     c.gradients = has_prepared ? Gradients::kSweep : Gradients::kSmallSweep;
   else if (has_prepared && pays_chunk_pairs(in, grid))
     c.gradients = Gradients::kChunkPair;
-  // Not where gradients are made by chunks: they need sums of gates as prepare.cu makes them.
+  // Not if gradients are made by chunks: they need the sums of gates as prepare.cu makes them.
   const bool by_cluster = backward.gradients && can_cluster(in);
   c.cluster_states = by_cluster && c.backward_segments.segments == 0;
   c.cluster_summaries = by_cluster && !in.packed && c.backward_segments.segment_states > 0;
@@ -73,7 +74,7 @@ bool cuts_alike(const Choices& c) {
 int64_t all_prepared_bytes(const PlanInputs& in, const ChunkGrid& grid) {
   return grid.B * grid.entries * in.H * prepared_bytes(in.K);
 }
-// Bytes of q, k, v and g of H heads each.
+// Bytes of q, k, v and g, of H heads each.
 int64_t input_bytes(const PlanInputs& in, const ChunkGrid& grid) {
   const int64_t each = bytes_of(in.dtype);
   return grid.B * in.T * in.H * (in.K * (2 * each + bytes_of(in.gate_dtype)) + in.V * each);
@@ -82,9 +83,9 @@ int64_t segment_state_bytes(const PlanInputs& in, int64_t segment_heads) {
   return segment_heads * in.K * in.V * kFloatBytes;
 }
 
-// Prepared chunks where both passes read them from memory, or forward has them on chip and
-// backward, whose gradients are swept, reads them. Many short packed sequences, or few values,
-// would ask for several times as many bytes as the inputs have: then nothing is left.
+// Prepared chunks are stored if both passes read them from memory, or if forward has them on chip
+// and a backward that sweeps gradients reads them. With many short packed sequences, or few values,
+// they could be several times as large as the inputs; then nothing is stored.
 Workspace plan_for_backward(const PlanInputs& in, const ChunkGrid& grid, const Choices& c) {
   if (!in.for_backward) return {};
   const bool in_memory = c.forward_prepared && c.backward_prepared && !c.cluster_states;
@@ -99,7 +100,7 @@ Workspace plan_for_backward(const PlanInputs& in, const ChunkGrid& grid, const C
   const int64_t segment_heads = grid.B * c.forward_segments.segment_states * in.H;
   if (segment_heads > 0 && cuts_alike(c)) {
     Workspace more = left;
-    // Forward makes none of the last segments of packed sequences, which backward wants.
+    // For last segments of packed sequences, forward makes no decays, but backward needs them.
     if (!c.packed_summaries) more.add(Buffer::kSegmentDecays, segment_heads * in.K * kFloatBytes);
     more.add(Buffer::kSegmentStates, segment_state_bytes(in, segment_heads));
     if (more.bytes() <= most) return more;
@@ -107,13 +108,13 @@ Workspace plan_for_backward(const PlanInputs& in, const ChunkGrid& grid, const C
   return left;
 }
 
-// How many work items one of `residents` blocks or clusters takes: as many as let the last one end
-// soonest, since the start of a further one is hidden. Packed sequences, of any length, are given
-// out one by one, unless most must be short and are many.
+// How many work items each of `residents` blocks or clusters takes: the number with which the last
+// one ends soonest, since the start of any further item is hidden. Packed sequences have any
+// length; their items are given out one by one, unless there are many and most must be short.
 int64_t items_each(const PlanInputs& in, const ChunkGrid& grid, const Segments& segments,
                    int64_t value_blocks, int64_t residents) {
   constexpr int64_t kShort = 8;   // chunks
-  constexpr int64_t kRounds = 4;  // of packed ones, so that none is waited for long
+  constexpr int64_t kRounds = 4;  // of packed sequences, so that the wait for the last is short
   const int64_t visited = segments.segments > 0 ? grid.B * segments.segments : grid.N;
   const int64_t items = visited * in.H * value_blocks;
   if (in.packed) {
@@ -134,7 +135,7 @@ int64_t cluster_items(const PlanInputs& in, const ChunkGrid& grid, const Segment
                     std::max<int64_t>(1, in.processors / 2));
 }
 
-// What a pass has in memory besides what it is given, `left` by forward included.
+// Adds the buffers of a pass, except those that forward has `left`.
 void add_buffers(PassPlan& plan, const PlanInputs& in, const ChunkGrid& grid, const Workspace& left,
                  bool prepared, bool backward) {
   Workspace& w = plan.workspace = step_workspace(grid, in.H, /*tiers=*/!left.has(Buffer::kTiers));
@@ -151,8 +152,8 @@ void add_buffers(PassPlan& plan, const PlanInputs& in, const ChunkGrid& grid, co
     w.add(Buffer::kPrepared, all_prepared_bytes(in, grid));
 }
 
-// The same in halves: what the first leaves for the second is apart. What enters each segment is an
-// output of forward.
+// Like add_buffers, in halves: buffers that the first half leaves for the second are in `summary`.
+// The states that enter the segments are an output of forward.
 void add_buffers_in_halves(PassPlan& plan, const PlanInputs& in, const ChunkGrid& grid,
                            const Workspace& left, bool prepared, bool backward) {
   Workspace &w = plan.workspace, &s = plan.summary;
@@ -172,7 +173,8 @@ void add_buffers_in_halves(PassPlan& plan, const PlanInputs& in, const ChunkGrid
   w.add(Buffer::kSegmentStateGrads, states);
 }
 
-// The scan; in halves the first one ends before it. A single segment needs none.
+// Adds the scan. In halves, the fold comes before it and ends the first half. A single segment
+// needs no scan.
 void add_scan(PassPlan& plan, const PlanInputs& in, Kernel fold, Kernel scan) {
   if (in.in_halves) {
     plan.kernels.add(fold);
@@ -196,8 +198,8 @@ PassPlan plan_forward(const PlanInputs& in, const ChunkGrid& grid, const Choices
   Recipe& kernels = plan.kernels;
   add_map(kernels, grid);
   if (c.forward_prepared) {
-    // After cluster summaries forward makes A itself, which saves bytes. Elsewhere that would take
-    // longer: a block has few chunks there, or replays others'.
+    // After cluster summaries forward makes A itself, which saves bytes. In other cases that would
+    // take longer, as a block has few chunks, or replays those of another.
     const bool by_cluster = c.cluster_summaries && has_summaries &&
                             c.forward_segments.segments == c.backward_segments.segments;
     if (by_cluster) {
@@ -232,8 +234,8 @@ PassPlan plan_forward(const PlanInputs& in, const ChunkGrid& grid, const Choices
   return plan;
 }
 
-// What forward's first half has left for its second, where backward reads it too. Where both passes
-// cut sequences alike, what enters each segment stands for the summaries.
+// What forward's first half has left for its second half and backward also reads. If both passes
+// cut sequences alike, the state that enters each segment replaces its summary.
 Workspace left_in_halves(const PlanInputs& in, const ChunkGrid& grid, const Choices& c,
                          const PassPlan& forward) {
   Workspace left = forward.summary;
@@ -246,8 +248,8 @@ Workspace left_in_halves(const PlanInputs& in, const ChunkGrid& grid, const Choi
   return left;
 }
 
-// Summaries of backward's segments and their scan, given what forward has `left` and whether this
-// pass has made those of S with the prepared chunks.
+// Adds the summaries of backward's segments and their scan. left: by forward. by_cluster: this pass
+// has made the summaries of S together with the prepared chunks.
 void add_backward_summaries(PassPlan& plan, const PlanInputs& in, const Choices& c,
                             const Workspace& left, bool by_cluster) {
   Recipe& kernels = plan.kernels;
@@ -285,7 +287,8 @@ Kernel gradients_kernel(const Choices& c) {
   return Kernel::kGradientsChunk;
 }
 
-// S and, unless it stays on chip, dS: in tiles where chunks are prepared, of chunk pairs one each.
+// Adds S and, unless it stays on chip, dS. They are tiles if chunks are prepared; each chunk pair
+// has one S and one dS.
 void add_backward_states(PassPlan& plan, const PlanInputs& in, const ChunkGrid& grid,
                          const Choices& c) {
   const bool by_pairs = c.gradients == Gradients::kChunkPair && !in.packed;
@@ -317,7 +320,7 @@ PassPlan plan_backward(const PlanInputs& in, const ChunkGrid& grid, const Choice
     plan.items_each = cluster_items(in, grid, plan.segments);
     kernels.add(Kernel::kStatesCluster);
   } else {
-    const bool reads_A = c.gradients != Gradients::kChunk;  // by chunks, gradients make A
+    const bool reads_A = c.gradients != Gradients::kChunk;  // gradients by chunks make A themselves
     if (cluster_summaries)
       kernels.add(Kernel::kSummariesCluster);
     else if (c.backward_prepared && !has_prepared)
@@ -326,7 +329,8 @@ PassPlan plan_backward(const PlanInputs& in, const ChunkGrid& grid, const Choice
       add_backward_summaries(plan, in, c, left, cluster_summaries);
     kernels.add(states_kernel(c));
   }
-  // prepare.cu makes these of its chunks itself, but not in halves, whose first makes A alone.
+  // prepare.cu makes these gradients for its chunks itself, but not in halves: the first half makes
+  // only A.
   if (has_prepared || (in.in_halves && c.backward_prepared))
     kernels.add(Kernel::kStrongGradientsWithoutA);
   else if (!c.backward_prepared || cluster_states || cluster_summaries)
@@ -334,7 +338,7 @@ PassPlan plan_backward(const PlanInputs& in, const ChunkGrid& grid, const Choice
   kernels.add(gradients_kernel(c));
 
   add_backward_states(plan, in, grid, c);
-  // Chunks with strong gates alone use these. A of prepared chunks is a part of them.
+  // Only chunks with strong gates use these buffers. A of prepared chunks is part of the chunks.
   const int64_t token_heads = grid.B * in.T * in.H;
   Workspace& w = plan.workspace;
   if (!c.backward_prepared)

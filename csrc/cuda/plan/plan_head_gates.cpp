@@ -1,4 +1,4 @@
-// Passes by the kernels of sm90/head_gates: one gate a head, or none.
+// Plans of the kernels in sm90/head_gates: one gate per head, or none.
 #include <algorithm>
 
 #include "cuda/sm90/head_gates/sums.h"
@@ -13,10 +13,12 @@ bool takes(const PlanInputs& in, int64_t most_keys) {
          !in.value_gated && in.K % 8 == 0 && in.V % 8 == 0 && in.aligned && most_keys <= kFusedKeys;
 }
 
-// Those of forward in either pass. None where a second segment would replay the first: a block
-// waits for memory most of the time, and half as many as the GPU holds are nearly as fast.
+// Either pass has the segments of forward. Sequences are not cut if a second segment would replay
+// the first: a block waits for memory most of the time, so half as many blocks as the GPU holds are
+// nearly as fast.
 Segments choose_segments(PlanInputs in, const ChunkGrid& grid) {
-  in.gate_dtype = DType::kBFloat16;  // small heads are two blocks a multiprocessor, whatever g is
+  in.gate_dtype =
+      DType::kBFloat16;  // small heads have two blocks per multiprocessor, whatever g is
   in.on_pool = false;
   const Segments segments = choose_forward_segments(in, grid);
   return segments.replays ? Segments{} : segments;
@@ -47,7 +49,7 @@ void add_memory(PassPlan& plan, const PlanInputs& in, const ChunkGrid& grid, boo
 
 bool forward_takes_head_gates(const PlanInputs& in) { return takes(in, in.K); }
 
-// Keys and values change places in the gradients of q and k.
+// In the gradients of q and k, keys and values change places.
 bool backward_takes_head_gates(const PlanInputs& in) { return takes(in, std::max(in.K, in.V)); }
 
 PassPlan plan_head_gates(const PlanInputs& in, const ChunkGrid& grid, bool backward) {

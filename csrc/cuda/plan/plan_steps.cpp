@@ -1,10 +1,10 @@
-// The path of the steps: a kernel a step, or two where chunks with strong gates have their own.
+// The step path: a kernel per step, or two if chunks with strong gates have their own.
 #include "paths.h"
 
 namespace gla_ext::cuda {
 namespace {
 
-// Step 1 of the gates that are there, and what gates on values make of v and do.
+// Adds step 1 for the given gates and, with gates on values, the gating of v and do.
 void add_gates(Recipe& kernels, const PlanInputs& in) {
   if (in.key_gated) kernels.add(Kernel::kGateCumsum);
   if (!in.value_gated) return;
@@ -38,7 +38,7 @@ Recipe backward_steps(const PlanInputs& in, const ChunkGrid& grid) {
   add_map(kernels, grid);
   add_gates(kernels, in);
   add_scores(kernels);
-  if (in.value_gated) {  // scores and step 6 of the values in place of steps 4 and 5
+  if (in.value_gated) {  // scores and step 6 of the value side replace steps 4 and 5
     kernels.add(Kernel::kValueGatedStates);
     kernels.add(Kernel::kValueGatedStateGrads);
     add_scores(kernels, Side::kValues);
@@ -87,7 +87,7 @@ PassPlan plan_steps(const PlanInputs& in, const ChunkGrid& grid, bool backward) 
   Workspace& w = plan.workspace = step_workspace(grid, in.H, /*tiers=*/true);
   if (in.key_gated) {
     w.add(Buffer::kB, keys);
-    // Keeps fp32 accuracy beside resets; shorter inputs round to more than b loses there.
+    // Keeps fp32 accuracy next to resets. Shorter inputs lose more by rounding than b loses there.
     if (in.dtype == DType::kFloat) w.add(Buffer::kBSuffix, keys);
   } else {
     w.add(Buffer::kNoDecay, in.K * kFloatBytes);
@@ -96,7 +96,8 @@ PassPlan plan_steps(const PlanInputs& in, const ChunkGrid& grid, bool backward) 
   w.add(Buffer::kS, states);
   plan.state_bytes = states;
   if (backward) {
-    // score_grads runs after value_grads, the last to read A, but not with gates on values.
+    // score_grads runs after value_grads, the last reader of A. This order does
+    // not hold with gates on values.
     if (in.value_gated)
       w.add(Buffer::kDA, token_heads * kChunk * each);
     else

@@ -7,16 +7,16 @@ namespace {
 
 bool is_one_tile(const PlanInputs& in) { return in.K <= kTierBlock && in.V <= kTierBlock; }
 
-// Blocks of a head in the sweep that makes all gradients: a cluster of two, but one of small heads.
+// Blocks per head in the sweep that makes all gradients: a cluster of two, or one for small heads.
 int64_t gradient_blocks(const PlanInputs& in) { return is_small_head(in) ? 1 : 2; }
 
-// Blocks of one sequence, in all sweeps that run at a time.
+// Blocks per sequence, in all sweeps that run at the same time.
 int64_t sweep_blocks(const PlanInputs& in, Sweeps sweeps) {
   const int64_t blocks = in.H * ceil_div(in.V, kFusedValues);
   switch (sweeps) {
     case Sweeps::kForward:
       return blocks;
-    case Sweeps::kStates:  // that of S and that of dS side by side
+    case Sweeps::kStates:  // the sweeps of S and dS run side by side
       return 2 * blocks * prepared_key_blocks(in.K);
     case Sweeps::kGradients:
       return gradient_blocks(in) * in.H;
@@ -30,7 +30,7 @@ int64_t residents_each(const PlanInputs& in, const ChunkGrid& grid, Sweeps sweep
   return blocks > 0 ? resident_blocks(in, sweeps) / blocks : 0;
 }
 
-// The fewest of them for which cutting pays for summaries and the scan.
+// The least number of them for which cutting repays the summaries and the scan.
 int64_t fewest_residents(const PlanInputs& in, Sweeps sweeps) {
   switch (sweeps) {
     case Sweeps::kForward:  // with two, the second segment mostly replays the first
@@ -43,9 +43,9 @@ int64_t fewest_residents(const PlanInputs& in, Sweeps sweeps) {
   return 2;
 }
 
-// Segments of packed sequences, of `each` chunks or hardly more. Those that another of their
-// sequence follows are full of tokens, however many sequences of few tokens there are. The device
-// makes two, four or eight summaries of a segment where few sequences have several segments and
+// Cuts packed sequences into segments of `each` chunks or slightly more. Segments that are followed
+// by another of their sequence are full of tokens, however many short sequences there are. The
+// device makes two, four or eight summaries of a segment if few sequences have several segments and
 // there is room.
 Segments cut_packed(const PlanInputs& in, Sweeps sweeps, int64_t each) {
   int64_t most = kMostSummaries;  // summaries of a segment
@@ -62,13 +62,13 @@ Segments cut_packed(const PlanInputs& in, Sweeps sweeps, int64_t each) {
                                      ? 2 * ceil_div(in.V, 2 * kFusedValues)
                                      : ceil_div(in.V, kFusedValues) * prepared_key_blocks(in.K);
   cut.summaries_at_once = resident_blocks(in, sweeps) / (in.H * summary_blocks);
-  // A sequence of several segments has at most twice as many states as segments that are followed.
+  // A sequence of several segments has at most twice as many states as followed segments.
   cut.segment_states = 2 * std::max(followed, std::min(most * followed, cut.summaries_at_once));
   return cut;
 }
 
-// Cuts where sweeps over whole sequences would leave multiprocessors idle: there are too few of
-// them, or they are packed and a long one would be left over. Example: one sequence of 512 chunks
+// Cuts if sweeps over whole sequences would leave multiprocessors idle: there are too few
+// sequences, or they are packed and a long one might end last. Example: one sequence of 512 chunks
 // with 4 heads of 256 values is 8 blocks of forward; 132 multiprocessors hold 16 times as many, so
 // it becomes 16 segments of 32 chunks.
 Segments cut(const PlanInputs& in, const ChunkGrid& grid, Sweeps sweeps) {
@@ -76,7 +76,7 @@ Segments cut(const PlanInputs& in, const ChunkGrid& grid, Sweeps sweeps) {
   if (in.batch_invariant || grid.N * in.H * in.K * in.V == 0) return {};
   const int64_t longest = ceil_div(in.T, kChunk), residents = residents_each(in, grid, sweeps);
   if (residents < fewest_residents(in, sweeps) && !in.packed) return {};
-  // The lengths of packed sequences are not known here: a segment is one block's share of all
+  // The lengths of packed sequences are not known here, so a segment is one block's share of all
   // chunks.
   const int64_t share =
       in.packed ? ceil_div(longest * sweep_blocks(in, sweeps), resident_blocks(in, sweeps))
@@ -90,15 +90,15 @@ Segments cut(const PlanInputs& in, const ChunkGrid& grid, Sweeps sweeps) {
   return cut;
 }
 
-// Two segments in forward, of which the second replays the first, to sum its state, and is the
-// shorter for it. That takes less than a kernel for the first's summary and a scan where the GPU
-// holds no more than two blocks for each, or sequences are short.
+// Cuts into two segments in forward. The second replays the first to sum its state, and is shorter
+// for that reason. This takes less time than a kernel for the first segment's summary and a scan if
+// the GPU holds no more than two blocks for each, or if sequences are short.
 Segments with_replay(Segments cut, const PlanInputs& in, const ChunkGrid& grid) {
   if (cut.segments == 0 || is_small_head(in) || in.packed) return cut;
-  // The second would write the pool's row while the first may be still to read it.
+  // The second segment could write the pool's row before the first has read it.
   if (in.on_pool) return cut;
-  // The share of the chunks that the first gets so that both end together: a replayed chunk takes
-  // .55 of the time of another, more where fp32 gates are split and summed there too.
+  // The first segment's share of the chunks, with which both end together: a replayed chunk takes
+  // .55 of the time of another; more if fp32 gates are split, which are summed there too.
   constexpr int64_t kOf = 16;
   const bool splits_gates = in.K <= kTierBlock && in.gate_dtype == DType::kFloat;
   const int64_t first = splits_gates ? 12 : 11;
@@ -141,9 +141,9 @@ Segments choose_forward_segments(const PlanInputs& in, const ChunkGrid& grid) {
   return with_replay(cut(in, grid, Sweeps::kForward), in, grid);
 }
 
-// Gradients in a sweep where its shared memory holds a head's values and is not half empty, and
-// nearly all resident blocks have a head; or a segment that is long beside a sweep's start, where
-// summaries are made anyway.
+// Gradients are made in one sweep if its shared memory holds a head's values and is not half empty.
+// In addition, nearly all resident blocks must have a head; or, where summaries are made anyway,
+// segments must be long compared with the start of a sweep.
 BackwardSweeps choose_backward_sweeps(const PlanInputs& in, const ChunkGrid& grid) {
   constexpr int64_t kMinSweptChunks = 32;  // of a segment
   const BackwardSweeps states{cut(in, grid, Sweeps::kStates)};
@@ -153,8 +153,8 @@ BackwardSweeps choose_backward_sweeps(const PlanInputs& in, const ChunkGrid& gri
   if (!(fits_cluster || is_small_head(in)) || in.batch_invariant || heads == 0) return states;
   const BackwardSweeps swept{cut(in, grid, Sweeps::kGradients), true};
   if (swept.segments.segments == 0 && !in.packed) {
-    // Three quarters of the rounds' blocks: 132 multiprocessors hold 66 clusters, so 64 heads
-    // are swept, and 70, which take two rounds, are not.
+    // Three quarters of the rounds' blocks must have work. 132 multiprocessors hold 66 clusters, so
+    // 64 heads are swept, but not 70, which take two rounds.
     const int64_t at_once =
         std::max<int64_t>(1, resident_blocks(in, Sweeps::kGradients) / gradient_blocks(in));
     return 4 * heads >= 3 * ceil_div(heads, at_once) * at_once ? swept : states;

@@ -1,4 +1,4 @@
-// Whether the sweeps of the fused path cut sequences into segments, to fill the GPU, and where.
+// Decides whether and where sweeps of the fused path cut sequences into segments, to fill the GPU.
 #pragma once
 
 #include "plan.h"
@@ -7,19 +7,19 @@ namespace gla_ext::cuda {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Which sweeps visit the segments: forward's; those of backward that make S and dS; or that of
-// backward that makes all gradients with dS on chip.
+// The sweeps that visit segments. kForward: forward's. kStates: those of backward that make S and
+// dS. kGradients: the one of backward that makes all gradients, with dS on chip.
 enum class Sweeps : uint8_t { kForward, kStates, kGradients };
 
-// Heads of at most 64 keys and 64 values, one tile, with bf16 gates: forward and gradients have
-// kernels of their own for them.
+// Whether heads have at most 64 keys and 64 values (one tile), and bf16 gates. Forward and the
+// gradients have special kernels for such heads.
 bool is_small_head(const PlanInputs& in);
 
-// How many blocks of such sweeps the GPU holds at a time: one a multiprocessor; two of small heads
-// and, in backward, of all heads of one tile.
+// How many blocks of these sweeps the GPU holds at a time: two per multiprocessor for small heads
+// and, in backward, for all heads of one tile; else one.
 int64_t resident_blocks(const PlanInputs& in, Sweeps sweeps);
 
-// Every segment has a summary, where there would be none a single one.
+// In halves every segment has a summary. Sequences that are not cut become a single segment each.
 Segments in_halves(Segments cut, const PlanInputs& in);
 
 Segments choose_forward_segments(const PlanInputs& in, const ChunkGrid& grid);
@@ -28,7 +28,7 @@ Segments choose_forward_segments(const PlanInputs& in, const ChunkGrid& grid);
 // from memory.
 struct BackwardSweeps {
   Segments segments;
-  bool gradients = false;  // the former
+  bool gradients = false;  // in one sweep
 };
 BackwardSweeps choose_backward_sweeps(const PlanInputs& in, const ChunkGrid& grid);
 

@@ -1,4 +1,4 @@
-// Where each buffer of a pass, or of what forward leaves for backward, starts in one allocation.
+// Where each buffer starts in the one allocation of a pass, or of forward's results for backward.
 #pragma once
 
 #include <array>
@@ -8,8 +8,8 @@
 
 namespace gla_ext::cuda {
 
-// What a call may hold in memory besides its inputs and outputs; `Call::place` hands each to its
-// field of Problem.
+// The buffers that a call may have besides its inputs and outputs. `Call::place` assigns each to
+// its field of Problem.
 enum class Buffer : uint8_t {
   // packed sequences
   kSequences,
@@ -29,7 +29,7 @@ enum class Buffer : uint8_t {
   kDqIntra,
   kDkIntra,
   kDgIntra,
-  // the same with gates on values
+  // the steps with gates on values
   kBv,
   kBvSuffix,
   kValueTiers,
@@ -43,7 +43,7 @@ enum class Buffer : uint8_t {
   kSegmentStateGrads,
   kSegmentDecays,
   kPrepared,
-  // what a pass in halves leaves between them besides the latter two
+  // what the first half of a pass leaves for the second, besides the last two above
   kSummaries,
   kSummaryGrads,
 };
@@ -62,7 +62,7 @@ class Workspace {
   // A buffer in the place of another, which is no longer read when this one is written.
   void reuse(Buffer buffer, Buffer other) { at(buffer) = start(other); }
 
-  // Not there for whoever is given this, though its bytes are.
+  // Makes a buffer absent, although its bytes stay.
   void hide(Buffer buffer) { at(buffer) = kAbsent; }
 
   bool has(Buffer buffer) const { return start(buffer) != kAbsent; }
@@ -80,7 +80,8 @@ inline int64_t tier_bytes(const ChunkGrid& grid, int64_t H) {
   return grid.B * grid.entries * H * kMaxTierBlocks;
 }
 
-// What a step needs that runs by itself: the chunk map, and tiers if asked for.
+// The workspace of a step that runs on its own: the chunk map of packed sequences and, if `tiers`,
+// the tiers.
 inline Workspace step_workspace(const ChunkGrid& grid, int64_t H, bool tiers) {
   Workspace w;
   if (grid.packed) {

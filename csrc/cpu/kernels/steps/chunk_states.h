@@ -1,5 +1,5 @@
-// Forward step 2: S' = a ⊙ S + c ⊙ (k_outᵀ v_out), the state that leaves a chunk; with gates on
-// values both terms times their factors by columns.
+// Forward step 2: S' = a ⊙ S + c ⊙ (k_outᵀ v_out), the state that leaves a chunk. With gates on
+// values, both terms are also multiplied by factors of the columns.
 //   reads k_out, v_out, gates; updates t.S [K, V] in place. Accumulates in T.
 #pragma once
 

@@ -3,9 +3,9 @@
 //   dq_i = Σ_{j<=i} dA_ij k_j 2^(b_i - b_j)
 //   dk_j = Σ_{i>=j} dA_ij q_i 2^(b_i - b_j)
 //
-// and what each token adds to db. A pair (i, j) adds one number, + at i and - at j, formed from
-// the operands that were multiplied: what must cancel cancels to the rounding of T, whatever the
-// operands were rounded to.
+// and each token's contribution to db. A pair (i, j) adds the same number with + at i and with - at
+// j, computed from the operands that were multiplied. So terms that must cancel do so up to the
+// rounding of T, whatever the operands were rounded to.
 //   reads q, k, q_in, k_out or q_local, t.dA; writes t.dq, t.dk and t.dg (db a token) [C, K].
 //   Accumulates in T.
 #pragma once
@@ -34,7 +34,7 @@ inline void intra_grads_tier1(Tiles<T>& t) {
       t.P, t.k_out, t.R);
 }
 
-// Strong chunks: row block I against the sub-chunks before it.
+// For strong chunks: row block I with the sub-chunks before it.
 template <typename T>
 inline void intra_grads_off_diagonal(const Problem<T>& p, Tiles<T>& t, int64_t I) {
   const Gates<T>& g = t.gates;
@@ -52,7 +52,7 @@ inline void intra_grads_off_diagonal(const Problem<T>& p, Tiles<T>& t, int64_t I
       t.dg);
 }
 
-// Strong chunks: the block at sub-chunk I. `decay` runs down the tokens from j; the pair (j, j)
+// For strong chunks: the block at sub-chunk I. `decay` runs down the tokens from j. The pair (j, j)
 // adds nothing to db.
 template <typename T>
 inline void intra_grads_diagonal(Tiles<T>& t, int64_t I) {

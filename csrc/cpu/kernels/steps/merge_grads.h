@@ -1,11 +1,11 @@
-// Backward step 7: what passes through the states to dq, dk and dg.
+// Backward step 7: the parts of dq, dk and dg that pass through the states.
 //
 //   dq_i += scale 2^b_i (S do_i)
 //   dk_j += 2^(b_C - b_j) (dS' v_j)
 //   dg_t  = Σ_{i>=t} db_i + Σ_{j<t} k_j ⊙ dk_j^inter + 2^b_C ⊙ rowsum_V(S ⊙ dS')
 //
-// with db_i from step 6 and q_i ⊙ dq_i^inter. No two terms of dg cancel between chunks. A reset
-// has dg = 0, by select.
+// with db_i from step 6 and q_i ⊙ dq_i^inter. No two terms of dg cancel between chunks. At a reset
+// dg is 0, by select.
 //   reads q_in, k_out, v_out, do_in, t.S_in, t.dS_in; updates t.dq, t.dk [C, K]; t.dg [C, K] holds
 //   db, then dg, where there are gates. Accumulates in T.
 #pragma once
@@ -15,8 +15,8 @@
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
-// t.total[K] = 2^b_C ⊙ rowsum_V(S ⊙ 2^bv_C ⊙ dS'); in tier 1 the operands already carry 2^b_C, and
-// 2^bv_C of gates on values, between them.
+// t.total[K] = 2^b_C ⊙ rowsum_V(S ⊙ 2^bv_C ⊙ dS'). In tier 1 the two operands together already
+// carry 2^b_C, and 2^bv_C of gates on values.
 template <typename T>
 inline void state_products(Tiles<T>& t) {
   fill(t.total, t.Kp, T(0));
@@ -33,7 +33,7 @@ inline void state_products(Tiles<T>& t) {
   }
 }
 
-// t.dg[L, K]: db a token in, dg out; t.R[L, K] = k_out ⊙ (v dS~ᵀ).
+// t.dg[L, K]: db per token in, dg out; t.R[L, K] = k_out ⊙ (v dS~ᵀ).
 template <typename T>
 inline void gate_grads(Tiles<T>& t) {
   const int64_t ld = t.Kp;

@@ -8,7 +8,7 @@
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
-// Once before the two steps: transposed keys in tier 1, and a zero A.
+// Runs once before the two steps: transposes keys in tier 1, and clears A.
 template <typename T>
 inline void begin_scores(Tiles<T>& t) {
   std::memset(t.A, 0, kChunk * kChunk * sizeof(T));
@@ -30,8 +30,8 @@ inline void scores_off_diagonal(const Problem<T>& p, Tiles<T>& t) {
   }
 }
 
-// Strong chunks: the block at sub-chunk I element by element, k_j carried down the tokens by a
-// running product of decays.
+// For strong chunks: the block at sub-chunk I, element by element. A running product of decays
+// carries k_j down the tokens.
 template <typename T>
 inline void scores_diagonal_exact(const Problem<T>& p, Tiles<T>& t, int64_t I) {
   const int64_t ld = t.Kp, first = I * kSubChunk, rows = t.gates.rows(I);
@@ -65,7 +65,7 @@ inline void scores_diagonal(const Problem<T>& p, Tiles<T>& t) {
   }
 }
 
-// Both steps, as the operand that steps 5 and bwd 4 multiply.
+// Both steps. A is then the operand of forward step 5 and backward step 4.
 template <typename T>
 inline void scores(const Problem<T>& p, Tiles<T>& t) {
   begin_scores(t);

@@ -1,5 +1,5 @@
 // Backward step 3: dS = a ⊙ dS' + s_in ⊙ (scale q_inᵀ do_in), the gradient of the state that enters
-// a chunk; with gates on values both terms times their factors by columns.
+// a chunk. With gates on values, both terms are also multiplied by factors of the columns.
 //   reads q_in, do_in, gates; updates t.dS [K, V] in place. Accumulates in T.
 #pragma once
 

@@ -1,5 +1,6 @@
-// The steps that chunk_gla never runs alone, as operators of their own: inputs from memory, the
-// intermediate back to memory. (Steps 2 and backward 3 are chunk_gla's own passes over the states.)
+// The steps that chunk_gla never runs alone, as separate operators. They read their inputs from
+// memory and write the intermediate result to memory. (Steps 2 and backward 3 are chunk_gla's own
+// passes over the states.)
 #pragma once
 
 #include "cpu/kernels.h"

@@ -1,13 +1,13 @@
-// The steps where gates on values change their form: a pair of tokens also decays by 2^(bv_i -
-// bv_j) in every value channel.
+// The steps that gates on values change: a pair of tokens also decays by 2^(bv_i - bv_j) in every
+// value channel.
 //
 //   o_i   = 2^bv_i ⊙ scale (q_i 2^b_i)ᵀ S + Σ_{j<=i} A_ij v_j 2^(bv_i - bv_j)
 //   dA_ij = scale Σ_v do_iv v_jv 2^(bv_i - bv_j)
 //   dv_j  = Σ_{i>=j} A_ij do_i 2^(bv_i - bv_j) + 2^(bv_C - bv_j) ⊙ (k_j 2^(b_C - b_j))ᵀ dS'
 //   dgv_t = Σ_{i>=t} dbv_i + Σ_{j<t} v_j ⊙ dv_j^inter + 2^bv_C ⊙ colsum_K(2^b_C ⊙ S ⊙ dS')
 //
-// Values are to A what keys are to dA: with do for q, v for k, A for dA and the gates on values,
-// the scores are dA, and step 6 gives o inside the chunk, dv and what each token adds to dbv.
+// Values are to A what keys are to dA. With do in place of q, v of k, A of dA, and the gates on
+// values, the scores are dA, and step 6 gives o inside the chunk, dv and each token's part of dbv.
 //   reads what output, score_grads, value_grads and merge_grads read; writes t.o (o, then dv),
 //   t.dA, t.values.dgv. Accumulates in T.
 #pragma once
@@ -20,7 +20,7 @@
 namespace gla_ext::cpu {
 namespace CPU_CAPABILITY {
 
-// The tiles of the value side. Those of states stay as they are, [K, Vp].
+// The tiles of the value side. Tiles of states stay as they are, [K, Vp].
 template <typename T>
 inline Tiles<T> values_side(const Tiles<T>& t) {
   Tiles<T> s = t;
@@ -35,7 +35,7 @@ inline Tiles<T> values_side(const Tiles<T>& t) {
   return s;
 }
 
-// Strong chunks: o of row block I from the tokens of I, v_j carried down by a running product.
+// For strong chunks: o of row block I from the tokens of I. A running product carries v_j down.
 template <typename T>
 inline void diagonal_output(const Tiles<T>& t, int64_t I) {
   const Gates<T>& g = t.values.gates;
@@ -85,7 +85,7 @@ inline void gated_score_grads(const Problem<T>& p, const Tiles<T>& t) {
   scores_diagonal(p, s);
 }
 
-// total[V] = 2^bv_C ⊙ colsum_K(2^b_C ⊙ S ⊙ dS'); in tier 1 the operands carry both factors.
+// total[V] = 2^bv_C ⊙ colsum_K(2^b_C ⊙ S ⊙ dS'). In tier 1 the operands carry both factors.
 template <typename T>
 inline void value_state_products(const Tiles<T>& t, T* total) {
   const Gates<T>& g = t.values.gates;
@@ -101,7 +101,7 @@ inline void value_state_products(const Tiles<T>& t, T* total) {
   }
 }
 
-// Backward step 4, and dgv as steps 6 and 7 make dg.
+// Backward step 4, and dgv, which is made as steps 6 and 7 make dg.
 template <typename T>
 inline void gated_value_grads(const Problem<T>& p, const Tiles<T>& t) {
   Tiles<T> s = values_side(t);

@@ -62,8 +62,7 @@ struct StrongIntra {
   }
 };
 
-// All parts of a strong chunk: A, and in backward the contributions of token pairs to dq, dk and
-// dg.
+// All the work on a strong chunk: A and, in backward, what token pairs contribute to dq, dk and dg.
 union StrongChunk {
   StrongScores scores;
   StrongIntra intra;
