@@ -53,6 +53,7 @@ def test_no_kernel_uses_local_memory(dump):
     assert not in_local_memory(dump)
 
 
+@pytest.mark.slow
 def test_products_are_not_waited_for_one_by_one(dump):
     """ptxas serialises all of a kernel's products where it runs out of registers for one of them,
     and says so nowhere but in verbose output (C7510 to C7512)."""

@@ -73,6 +73,7 @@ def run_command(group, args, signalled):
     return status, out.getvalue(), errors.getvalue()
 
 
+@pytest.mark.slow
 def test_stopped_by_one_rank_and_gone_on_with_to_the_end(pool, folder, tmp_path):
     """One rank's signal stops all at one step; other sizes go on. The first rank alone speaks."""
     out, args = tmp_path / "run", flags(folder, 6)
@@ -162,6 +163,7 @@ def test_killed_while_it_saves(one_rank, folder, tmp_path, monkeypatch, moment, 
         assert torch.equal(mine.full_tensor(), theirs.full_tensor())
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job_and_one_process_goes_on(folder, tmp_path, device, capsys):
     """The first rank is killed without warning in the middle; the other does not wait for it.
 

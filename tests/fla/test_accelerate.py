@@ -36,6 +36,7 @@ def held(fla) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_importing_it_imports_no_fla_and_without_it_the_error_says_what_to_install():
     code = "import sys; from gla_ext.fla import accelerate_fla, restore_fla, is_accelerated; "
     code += "restore_fla(); print(is_accelerated(), 'fla' in sys.modules); "
@@ -47,6 +48,7 @@ def test_importing_it_imports_no_fla_and_without_it_the_error_says_what_to_insta
     assert "pip install flash-linear-attention" in last
 
 
+@pytest.mark.slow
 def test_without_layers_the_operators_are_replaced(fla):
     code = "import sys; sys.modules['transformers'] = None; import gla_ext.fla as a; "
     code += "a.accelerate_fla(); from fla.ops.gla import chunk_gla; print(chunk_gla.__module__); "
@@ -137,6 +139,7 @@ def test_a_second_call_takes_in_what_kept_flas_function(fla, calls):
         del sys.modules[module.__name__]
 
 
+@pytest.mark.slow
 def test_threads(fla):
     """Whoever looks while others toggle finds FLA accelerated, or all of it restored."""
     before, failures, start = held(fla), [], threading.Barrier(4)

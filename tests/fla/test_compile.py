@@ -13,8 +13,7 @@ from gla_ext.cache import GLACache
 # two cases here and in all of many lengths below.
 BACKENDS = {name: "aot_eager" if name in ("default", "all") else "eager" for name in LAYER_OPTIONS}
 
-FAST = ("default", "kv heads 1", "short conv", "feature_map logsigmoid", "gate_fn gelu")
-FAST += ("no output gate", "fused_recurrent", "all")
+FAST = ("default", "kv heads 1", "short conv", "fused_recurrent", "all")
 
 
 @pytest.mark.parametrize(

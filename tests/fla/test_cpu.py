@@ -105,6 +105,7 @@ except RuntimeError as error:
 '''
 
 
+@pytest.mark.slow
 def test_a_model_of_fla_trains_and_generates_on_a_cpu():
     pytest.importorskip("transformers")
     import_fla()

@@ -122,6 +122,7 @@ def assert_same_caches(theirs, ours, bound):
     assert_close(ours[0]["recurrent_state"], theirs[0]["recurrent_state"], bound, name="state")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_segments_with_gradients(name):
     pair, caches = make_pair(**LAYER_OPTIONS[name]), (GLACache(), GLACache())

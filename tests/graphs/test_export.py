@@ -225,6 +225,7 @@ def assert_runs(run, model, *inputs, bound=1e-5):
     assert_close(run(*inputs)[0], expected, bound)
 
 
+@pytest.mark.slow
 def test_onnx_of_a_model(tmp_path):
     """By the line that torch's pages have, and nothing before it."""
     attn = {"layers": [1], "num_heads": 2, "num_kv_heads": 1, "window_size": 9}

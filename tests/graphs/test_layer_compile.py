@@ -165,6 +165,7 @@ def results(call, x, layer, **where):
     return [y, *torch.autograd.grad(y.square().sum(), [leaf, *layer.parameters()])]
 
 
+@pytest.mark.slow
 def test_inductor_gives_the_same_gradients(device):
     layer = make_layer(torch.float32, **EVERY).to(device)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)

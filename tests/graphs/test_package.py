@@ -58,10 +58,12 @@ def assert_same_results(function, cases):
             assert_close(got, wanted, case["bound"])
 
 
+@pytest.mark.slow
 def test_from_python(package, cases):
     assert_same_results(torch._inductor.aoti_load_package(package), cases)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
 def test_from_cpp(package, cases, tmp_path):
     def results():

@@ -34,6 +34,7 @@ print(type(AutoModel.from_pretrained(again, trust_remote_code=True)).__name__)
 """
 
 
+@pytest.mark.slow
 def test_custom_code_is_found_by_trust_remote_code_alone(tmp_path):
     model = hf.add_custom_code(make_model(attn={"layers": [1], "num_heads": 2}))
     model.save_pretrained(tmp_path / "model")

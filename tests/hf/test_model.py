@@ -32,6 +32,7 @@ def core(tmp_path, of: hf.GLAForCausalLM) -> GLAForCausalLM:
     return checkpoint.load_model(tmp_path)
 
 
+@pytest.mark.slow
 def test_import_without_transformers_says_what_to_install():
     code = "import sys; sys.modules['transformers'] = None; import gla_ext.hf"
     last = run(sys.executable, "-c", code).stderr.splitlines()[-1]
@@ -170,6 +171,7 @@ def test_padding_is_packed_once_a_model_and_counts_as_no_token(monkeypatch, opti
         assert_close(states["recurrent_state"][:1], layer["recurrent_state"], 1e-5)
 
 
+@pytest.mark.slow
 def test_compiles_whole_with_a_mask():
     ours, counter = make_model(num_hidden_layers=1), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(ours, fullgraph=True, backend=counter)

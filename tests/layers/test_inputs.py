@@ -130,6 +130,7 @@ def test_what_else_is_looked_at(x, packed):
         check(x, g=x.g[:1])
 
 
+@pytest.mark.slow
 def test_the_switch_of_the_environment():
     code = """
 import torch

@@ -178,6 +178,7 @@ def test_parts_of_heads_and_nested_tensors():
         layer(x)
 
 
+@pytest.mark.slow
 def test_imports_no_other_framework():
     code = (
         "import sys, torch.nn.attention.varlen\n"

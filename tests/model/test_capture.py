@@ -245,6 +245,7 @@ gc.collect()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", ["", RECORDS + ELSEWHERE], ids=["alone", "captures under way"])
 def test_at_exit(more):
     """No graph is destroyed then, and nothing waits for a capture that is under way."""

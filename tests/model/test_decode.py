@@ -122,6 +122,7 @@ def tensor_bytes() -> int:
     return sum(x.untyped_storage().nbytes() for x in found.values())
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_tokens():
     model = make_model()
     decoder = Decoder(model, 4)

@@ -268,11 +268,19 @@ def test_a_key_keeps_nothing_alive():
 
 
 def test_a_key_costs_little():
-    model = GLAForCausalLM(GLAConfig(hidden_size=32, vocab_size=31))  # with 24 layers
-    best, limit = 1.0, 0.006  # 1.6 ms on two shared cores
-    end = time.monotonic() + 20  # of a host that others slow down
-    while best >= limit and time.monotonic() < end:
+    """Beside a walk over the model, since a host that others slow down slows both."""
+
+    def seconds(function) -> float:
         start = time.process_time()
-        assert graph_key(model) is not None
-        best = min(best, time.process_time() - start)
-    assert best < limit
+        function()
+        return time.process_time() - start
+
+    model = GLAForCausalLM(GLAConfig(hidden_size=32, vocab_size=31))  # with 24 layers
+    assert graph_key(model) is not None
+    key = functools.partial(graph_key, model)
+    pairs = [
+        (seconds(key), seconds(lambda: [*model.named_modules(), *model.named_parameters()]))
+        for _ in range(50)
+    ]
+    best_key, best_walk = map(min, zip(*pairs, strict=True))
+    assert best_key < 8 * best_walk  # 3.3 times

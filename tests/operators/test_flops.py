@@ -153,6 +153,7 @@ def test_a_model(use_short_conv):
     assert counts["chunk_gla_fwd"] == forward
 
 
+@pytest.mark.slow
 def test_the_counter_is_imported_by_who_counts():
     """It is heavy; the formulas are there whichever comes first."""
     count = (

@@ -249,6 +249,7 @@ for invariant, keep in (("", ""), ("0", "1"), ("1", "0"), ("1", "off")):
 """
 
 
+@pytest.mark.slow
 def test_who_sets_batch_invariance_and_what_to_keep():
     lines = run_python(VARIABLES).splitlines()
     assert lines[::2] == ["False -1", "False -1", "True 0", "True 0"]
@@ -306,6 +307,7 @@ print(json.dumps(sizes))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["materialised", "sweep"])
 def test_memory_is_linear_in_tokens(mode):
     """Inputs, outputs and gradients are 10 tensors of T * 64 numbers; a [T, T] tensor would be T /

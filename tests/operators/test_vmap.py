@@ -162,6 +162,7 @@ def test_batched_gradients_of_a_layer(training, mode, options):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_no_warning():
     """torch prints its warning of a missing rule past Python's, once a process and operator."""
     code = """

@@ -225,6 +225,7 @@ def test_a_client_that_leaves_ends_its_generation(served):
     assert found['requests_total{reason="cancelled"}'] == before + 6
 
 
+@pytest.mark.slow
 def test_a_signal_lets_what_runs_finish(folder, tmp_path):
     with serving(folder, tmp_path / "log", *OPTIONS) as server:
         body = {"prompt": "a", "max_tokens": 300, "temperature": 0}

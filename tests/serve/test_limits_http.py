@@ -63,6 +63,7 @@ def health(port) -> int:
         return connection.getresponse().status
 
 
+@pytest.mark.slow
 def test_connections_without_a_request_end(server):
     """Silent ones and ones that send a head letter by letter; none of them keeps others out."""
     _, port = server

@@ -110,6 +110,7 @@ def test_capabilities_are_ordered_weakest_first():
     assert not [flag for flag in default if flag.startswith("-m")]
 
 
+@pytest.mark.slow
 def test_version_has_one_source(tmp_path):
     copy_tree(tmp_path, *BUILD_FILES[:2], "gla_ext/_version.py")
     (tmp_path / "README.md").touch()
@@ -153,6 +154,7 @@ def test_old_torch_is_one_sentence(monkeypatch):
         rules.require_torch(None)
 
 
+@pytest.mark.slow
 def test_sdist_builds_without_torch_and_is_complete(tmp_path):
     folders = ["csrc", "gla_ext", "tests", "benchmarks", "docs", "examples", "experiments", ".ci"]
     names = [*BUILD_FILES, "CMakeLists.txt", "Makefile", ".clang-format"]

@@ -34,8 +34,8 @@ def code_of(page: Path) -> str:
 @pytest.mark.parametrize(
     ("name", "needs"),
     [
-        ("tutorial", []),
-        ("serving", []),
+        pytest.param("tutorial", [], marks=pytest.mark.slow),
+        pytest.param("serving", [], marks=pytest.mark.slow),
         pytest.param("migration", ["transformers", "triton", "fla"], marks=pytest.mark.slow),
         pytest.param("export", ["onnx", "onnxscript", "onnxruntime"], marks=pytest.mark.slow),
     ],

@@ -33,6 +33,7 @@ def commands() -> set[str]:
     return found - {""}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["experiments.report", "gla_ext.info"])
 def test_a_command_runs(program, tmp_path):
     """`python -m gla_ext.selftest` does in test_selftest.py."""

@@ -80,6 +80,7 @@ def copied(tree: Path, **information) -> Path:
     return tree
 
 
+@pytest.mark.slow
 def test_another_torch_is_found_before_the_extension_is_loaded(tmp_path):
     copied(tmp_path, torch="2.99.0")
     (tmp_path / "gla_ext" / "_C.py").write_text("raise RuntimeError('loaded')\n")
@@ -87,6 +88,7 @@ def test_another_torch_is_found_before_the_extension_is_loaded(tmp_path):
     assert last.startswith("ImportError: gla_ext was built against torch 2.99.0, and torch 2.")
 
 
+@pytest.mark.slow
 def test_a_clone_says_how_to_build_or_what_it_hides(tmp_path):
     """Hidden is what `pip install .` without -e installed, when Python starts in the clone."""
     clone, installed = (copied(tmp_path / name) for name in ("clone", "installed"))
@@ -137,6 +139,7 @@ def test_info_lists_operators_with_their_keys():
         assert expected in text
 
 
+@pytest.mark.slow
 def test_packages_are_loaded_when_asked_for():
     """And `python -m` warns of no package that was imported before it ran."""
     pytest.importorskip("numpy")

@@ -5,6 +5,7 @@ from common import run_python
 from gla_ext import _C, selftest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", _C.build_info()["cpu_capabilities"])
 def test_passes(capability):
     """With every capability of the kernels that this processor has; torch and they agree on it."""

@@ -59,6 +59,7 @@ def test_a_run_is_the_same_again(folder, tmp_path, graph):
         assert torch.equal(tensor, second[name]), name
 
 
+@pytest.mark.slow
 def test_the_command_asks_for_it_unless_it_compiles(folder, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(command, "in_fixed_order", lambda device: asked.append(device) or nothing())

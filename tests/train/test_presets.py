@@ -147,6 +147,7 @@ def backend(monkeypatch):
     return counter
 
 
+@pytest.mark.slow
 def test_the_compiled_step_is_one_graph_and_equals_the_eager_one(corpus, backend):
     run, eager = make_trainer(corpus), make_trainer(corpus)
     eager.loss = eager._loss

@@ -118,7 +118,12 @@ def whole(tmp_path_factory, texts):
 
 
 @pytest.mark.parametrize(
-    ("number", "first_step"), [(signal.SIGKILL, 0), (signal.SIGTERM, 20), (signal.SIGINT, 20)]
+    ("number", "first_step"),
+    [
+        (signal.SIGKILL, 0),
+        pytest.param(signal.SIGTERM, 20, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 20, marks=pytest.mark.slow),
+    ],
 )
 def test_stopped_at_any_moment_it_goes_on(whole, tmp_path, number, first_step):
     args, never_stopped = whole
