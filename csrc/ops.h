@@ -17,9 +17,9 @@ using OptionalTensor = std::optional<at::Tensor>;
 // S_t = diag(exp g_t) S_{t-1} diag(exp gv_t) + k_t v_tᵀ, o_t = scale S_tᵀ q_t.
 //
 //   q              [B, T, H, K]
-//   k, g           [B, T, HK, K], g = log of the decay, <= 0; absent: no decay; [B, T, HK]: one of
-//                  all channels of a head. HK is H or a divisor: head h of q reads head
-//                  h / (H / HK)
+//   k              [B, T, HK, K]. HK is H or a divisor: head h of q reads head h / (H / HK)
+//   g              [B, T, HK, K], log of the decay, <= 0, or [B, T, HK]: one for all channels of a
+//                  head; absent: no decay
 //   v, gv          [B, T, HK, V], gv = log of the decay of value channels; absent: no decay
 //   scale          K^-0.5 unless given
 //   initial_state  [N, H, K, V] ([N, H, V, K] if state_v_first), fp32 (fp64 with fp64 inputs)

@@ -1,11 +1,13 @@
-// Cross entropy of the rows of a task, as csrc/common/cross_entropy.h defines it:
+// Cross entropy of a range of rows. csrc/common/cross_entropy.h defines it and s, the scaled or
+// capped logits. ls is its `smoothing`, z its `square`:
 //   lse = log sum(exp s)      loss = lse − (1 − ls) s_y − ls mean(s) + z lse²
 // and backward, with p = exp(s − lse):
 //   dx = dloss ((1 + 2 z lse) p − ls / V − (1 − ls) [i = y]) ds/dx
 //
 // reads   x [N, V], labels y [N], backward dloss, lse [N]
 // writes  loss, z lse², lse [N]; dx [N, V], which may lie where x lies
-// Everything is computed in T and rounded once; sums of a row over lanes are in fp64.
+// Elements are computed in T and rounded once; the lanes of a row's sum are added in fp64, and lse
+// and the loss are computed in fp64.
 #include "cpu_kernels.h"
 
 #include <algorithm>

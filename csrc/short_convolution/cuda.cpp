@@ -73,7 +73,7 @@ class ConvolutionLaunch : Launch {
     launch(scatter_caches, p, pool);
   }
 
-  // The gradients of weight and bias, in fp32 if those are fp64.
+  // The gradients of weight and bias. For fp64 parameters they are fp32, as the kernels compute.
   std::tuple<at::Tensor, at::Tensor> backward() {
     const ConvolutionBackwardPlan plan = plan_convolution_backward(p, multiprocessors());
     const auto fp32 = weight_.options().dtype(at::kFloat);

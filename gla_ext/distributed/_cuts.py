@@ -1,8 +1,8 @@
 """Where the tokens are cut between ranks: arithmetic on integers, on the host.
 
 Each rank holds one part of the tokens, in the order of the ranks. A rank's own sequences are those
-with a token in its part. A sequence that passes over a rank without tokens is its own too, and an
-empty sequence belongs to the rank at which it lies.
+with a token in its part. A rank without tokens also owns the sequence that begins before it and
+goes on after it. An empty sequence belongs to the rank at which it lies.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def rms_norm(
     Under `torch.compile(fullgraph=True)` torch raises its own error, which quotes these.
     """
     check_tensors("rms_norm", "x weight gate", x, weight, gate)
-    # Other dtypes are not promoted here; the checks reject them.
+    # A gate of another dtype than x: both are promoted. The operator rejects dtypes that are not
+    # floating.
     if gate is not None and gate.dtype != x.dtype and {gate.dtype, x.dtype} <= FLOATING:
         wide = torch.promote_types(x.dtype, gate.dtype)
         return rms_norm(x.to(wide), weight, eps, gate.to(wide), activation).to(x.dtype)

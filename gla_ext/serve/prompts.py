@@ -39,15 +39,15 @@ class Piece:
 
 
 class Packed(NamedTuple):
-    """N pieces in one row of T tokens, all int64.
+    """N pieces, packed into one sequence of T tokens; all tensors are int64, rows are the pool's.
 
     offsets: `[N + 1]`, offsets of the pieces.
     rows, sources: `[N]`; a piece that starts from zero has its own row as source.
     goes_on: `[N]`, 0 for a piece that starts from zero.
     starts: `[N + 1]`, offsets of each piece's checkpoints.
     checkpoints: `[C]`, the row of each checkpoint, NONE for no row.
-    ends, end_rows: `[M]`, for each checkpoint with a row, the number of the T tokens before it, and
-        its row.
+    ends: `[M]`, for each checkpoint that has a row, how many of the T tokens come before it.
+    end_rows: `[M]`, that row.
     tokens: `[T]`.
     """
 

@@ -5,7 +5,7 @@
 
 namespace gla_ext::cuda {
 
-// The last sequence n with first(n) <= index. Number N stands for the tokens after all sequences.
+// The last sequence n with first(n) <= index. It is N after the last sequence.
 template <class First>
 __device__ __forceinline__ uint32_t find_packed(const ChunkGrid& grid, uint32_t index,
                                                 First&& first) {

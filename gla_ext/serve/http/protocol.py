@@ -109,8 +109,8 @@ _OURS = ("temperature", "top_p", "top_k", "logprobs", "seed", "ignore_eos", "ski
 
 
 def read(body: bytes, model: str) -> Completion:
-    """Parses the JSON of a request to the model of that name; raises RefusedError if it is
-    invalid.
+    """Parses the JSON body of a request; raises RefusedError if it is invalid or asks for another
+    model than `model`.
     """
     given = _read_object(body, _OPTIONS)
     if given.get("model", model) != model:

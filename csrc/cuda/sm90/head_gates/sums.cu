@@ -1,4 +1,4 @@
-// Sums of the gates of every chunk, for one gate a head and token:
+// Prefix sums of the gates inside every chunk, where a head has one gate per token:
 //
 //   b_i = sum over s <= i of x_s      x = g log2(e) clamped at -150      x = 0 without gates
 //

@@ -7,7 +7,8 @@
 namespace gla_ext::cuda::sm90::forward {
 
 // Memory for one segment and head, or for up to kItems of these in sequence. Each of kConsumers
-// warpgroups has 64 values. As many chunks are gated at the same time as there are consumers.
+// warpgroups has 64 value channels. As many chunks are gated at the same time as there are
+// consumers.
 template <int K, int kConsumers, int kItems = 1, class Gate = bf16>
 struct alignas(1024) Unit {
   static constexpr int kValues = kConsumers * kTile;

@@ -20,7 +20,7 @@ __device__ __forceinline__ void clear_rows(const Rows& r, const Chunk& chunk, in
       store8(own_rows_at<T>(r, chunk) + token_offset(r, row) + column, Eight<T>{});
 }
 
-// Copies 64 values of do and v, starting at `first`.
+// Copies the value channels first to first + 63 of do and v, for every token of the chunk.
 template <int kTiles>
 __device__ __forceinline__ void copy_values(Shared<kTiles>& s, const Problem& p, const Bases& bases,
                                             int length, int first) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void copy_states(Shared<kTiles>& s, const Problem& p,
   }
 }
 
-// Writes 64 values of dv from shared memory to memory.
+// Writes 64 value channels of dv from shared memory to memory.
 template <int kTiles>
 __device__ __forceinline__ void write_values(const Shared<kTiles>& s, const Problem& p, int first) {
   const Mover<kGroupsFor<kTiles>> mover;

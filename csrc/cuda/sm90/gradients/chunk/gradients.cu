@@ -20,7 +20,7 @@
 //         chunks dq_intra, dk_intra, dg_intra [B, T, H, K] and A [B, T, H, C]. For K above 64:
 //         prepared chunks (A of strong ones only), states as tiles, q and k of strong chunks only
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V]
-// Accumulation, b and dg are fp32; 64 values at a time.
+// Accumulation, b and dg are fp32; 64 value channels at a time.
 #include "chunk.cuh"
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/device/launch.cuh"

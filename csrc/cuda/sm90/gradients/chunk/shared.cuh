@@ -92,7 +92,8 @@ struct Shared {
   Chunk chunk;                     // here, because accumulators need the registers
   Bases bases;
 
-  // The place of the 64 values from `first` on, and of the states' columns for them.
+  // The buffers for the value channels first to first + 63: of do and v (`values`), and of these
+  // columns of the states (`states`).
   __device__ __forceinline__ Values& values(int first) {
     if constexpr (kInPlace) {
       if (first / kTile % 2 != 0) return *reinterpret_cast<Values*>(&q[kKeptTiles]);

@@ -9,7 +9,7 @@ namespace gla_ext::cuda::sm90::gradients {
 // cores, which are busy with the products.
 class RowSums {
  public:
-  // Adds 64 values, with dS~ in accumulators.
+  // Adds 64 value channels, with dS~ in accumulators.
   __device__ __forceinline__ void add(const Operand& S, const float (&dS)[32]) {
     const Fragments fragments(thread_index());
     uint32_t words[2][4];
@@ -26,7 +26,7 @@ class RowSums {
       asm volatile("" : "+f"(d_[0]), "+f"(d_[1]));  // not later: that would take registers
     }
   }
-  // Adds 64 values with both in accumulators; dS~ is rounded to bf16.
+  // Adds 64 value channels with both in accumulators; dS~ is rounded to bf16.
   __device__ __forceinline__ void add_rounded(const float (&S)[32], const float (&dS)[32]) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {

@@ -10,11 +10,11 @@
 //         [B, T, H, K]
 // writes  dq, dk, dg [B, T, H, K], dv [B, T, H, V], dh0
 //
-// The values are processed 64 at a time; 64 values are a slice. A block makes dv of every other
-// slice, for which the other block sends it its dS~ of these values. The warpgroups are a producer;
-// the state, which holds dS~ in fp32 and passes it on in bf16; and two consumers, which take the
-// chunks in turn, so that the products of one run while the other works on gates. Accumulation, b
-// and dg are fp32.
+// Value channels are processed 64 at a time; 64 of them are a slice. A block makes dv of every
+// other slice, for which the other block sends it its dS~ of these values. The warpgroups are a
+// producer; the state, which holds dS~ in fp32 and passes it on in bf16; and two consumers, which
+// take the chunks in turn, so that the products of one run while the other works on gates.
+// Accumulation, b and dg are fp32.
 #include "consume.cuh"
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/device/launch.cuh"

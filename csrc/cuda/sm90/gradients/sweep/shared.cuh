@@ -22,7 +22,7 @@ constexpr int kConsumers = kRoles - kConsumer;
 constexpr int kSweepThreads = kRoles * kGroupThreads;
 constexpr int kStateStages = 2, kQueryStages = 3;
 
-// 64 values of a chunk.
+// 64 value channels of a chunk.
 struct Slice {
   Tile S;    // [64 of K][64 values]
   Tile v;    // [token][64 values], right after S: one operand of 128 rows
