@@ -20,7 +20,7 @@ from gla_ext.layers import swiglu
 
 __all__ = ["accelerate_fla", "is_accelerated", "restore_fla"]
 
-_MAX_CUDA_SIZE = 512
+_MAX_CUDA_SIZE = 1024
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 _lock = threading.RLock()

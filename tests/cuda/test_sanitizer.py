@@ -44,7 +44,7 @@ SHAPES = {  # B, T, H, K, V, lengths, layout
     "aligned": (1, 80, 1, 64, 128, None, "contiguous"),
     "wide": (1, 66, 1, 128, 256, None, "contiguous"),
     "odd": (1, 81, 2, 33, 65, None, "contiguous"),
-    "widest": (1, 17, 1, 512, 512, None, "contiguous"),
+    "widest": (1, 17, 1, 1000, 1016, None, "contiguous"),
     "misaligned": (1, 70, 1, 64, 64, None, "misaligned"),
     "strided": (1, 70, 2, 20, 28, None, "sliced"),
     "packed": (1, 165, 1, 20, 28, PACKED_LENGTHS, "contiguous"),

@@ -32,7 +32,7 @@ def test_cuda_steps_depend_on_neither_batch_nor_tokens(change, backward):
 )
 def test_cuda_steps_workspace(dtype, each, cumsums):
     heads = 4 * 2048 * 4
-    keys, scores, tiers = heads * 64 * 4, heads * 64 * each, heads // 64 * 8
+    keys, scores, tiers = heads * 64 * 4, heads * 64 * each, heads // 64 * 16
     states = heads // 64 * 64 * 128 * each
     forward = steps_plan(dtype=dtype)
     assert forward["state_bytes"] == states
@@ -58,7 +58,7 @@ def test_cuda_fp32_gates_need_no_workspace_for_their_gradient():
 def test_cuda_fused_forward_has_no_states_in_memory():
     plan = full_plan()
     assert (plan["state_bytes"], len(plan["kernels"])) == (0, 2)
-    assert plan["workspace_bytes"] == 32 * 32 * 4 * 8  # tiers
+    assert plan["workspace_bytes"] == 32 * 32 * 4 * 16  # tiers
     packed = full_plan(B=1, T=32 * 2048, N=32, batch_invariant=True)
     assert len(packed["kernels"]) == len(plan["kernels"]) + 2
     assert packed["workspace_bytes"] > plan["workspace_bytes"]
@@ -141,7 +141,7 @@ def test_cuda_fused_backward_workspace(gate_dtype, gates, swept):
     chunks outside tier 1 need."""
     plan = full_plan(backward=True, gate_dtype=gate_dtype, batch_invariant=not swept)
     heads = 32 * 2048 * 4
-    keys, tiers = heads * 128 * 4, heads // 64 * 8
+    keys, tiers = heads * 128 * 4, heads // 64 * 16
     states = heads // 64 * 128 * 256 * 2
     assert plan["state_bytes"] > 0
     assert plan["state_bytes"] == states * (1 if swept else 2)
@@ -155,7 +155,7 @@ def test_cuda_fused_backward_without_operands():
     """Chunks outside tier 1 have a kernel of their own, and A between it and the gradients."""
     plan = full_plan(K=64, backward=True)
     heads = 32 * 2048 * 4
-    keys, scores, tiers = heads * 64 * 4, heads * 64 * 2, heads // 64 * 8
+    keys, scores, tiers = heads * 64 * 4, heads * 64 * 2, heads // 64 * 16
     assert (plan["path"], reads_prepared(plan), len(plan["kernels"])) == ("fused", False, 3)
     assert plan["workspace_bytes"] == tiers + plan["state_bytes"] + scores + 3 * keys
 
@@ -223,7 +223,7 @@ def test_cuda_plan_does_not_ask_the_environment(monkeypatch):
     "change, message",
     [
         ({"dtype": "float64"}, "expected dtype bfloat16, float16 or float32 on cuda, got float64"),
-        ({"K": 513}, "expected K and V to be at most 512 on cuda, got K = 513 and V = 128"),
+        ({"K": 1025}, "expected K and V to be at most 1024 on cuda, got K = 1025 and V = 128"),
         ({"T": -1}, "expected B, T, H, N >= 0 and K, V, threads >= 1"),
         ({"processors": 0}, "expected B, T, H, N >= 0 and K, V, threads >= 1"),
     ],

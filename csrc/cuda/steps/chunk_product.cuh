@@ -114,7 +114,7 @@ __device__ __forceinline__ void chunk_product(const Problem& p) {
 
   if (Fields::kDecay == Decay::kToEnd) {
     const float* b_last = rows_at<const float>(p.b, chunk) + token_offset(p.b, chunk.length - 1);
-    for (int k = static_cast<int>(threadIdx.x); k < kMaxHeadDim; k += kThreads)
+    for (int k = static_cast<int>(threadIdx.x); k < blocks_of(p.K, kTile) * kTile; k += kThreads)
       s_b_last[k] = k < p.K ? b_last[k] : 0.f;
   }
   {

@@ -75,7 +75,7 @@ __device__ __forceinline__ void multiply_keys(float (&acc_o)[2][2][4], float (&a
   const int part = static_cast<int>(threadIdx.x) / kTile;
   float w = 0;  // of one value, over part of the rows
   const float* b_last = rows_at<const float>(p.b, chunk) + token_offset(p.b, chunk.length - 1);
-  for (int k = static_cast<int>(threadIdx.x); k < kMaxHeadDim; k += kThreads)
+  for (int k = static_cast<int>(threadIdx.x); k < blocks_of(p.K, kTile) * kTile; k += kThreads)
     s.b_last[k] = k < p.K ? b_last[k] : 0.f;
 #pragma unroll 1
   for (int first_k = 0; first_k < p.K; first_k += kN) {
