@@ -9,7 +9,7 @@
 namespace gla_ext::cuda {
 
 constexpr int kSubChunks = kChunk / kSubChunk;
-constexpr int kMaxHeadDim = 512;  // K and V
+constexpr int kMaxHeadDim = 1024;  // K and V
 constexpr int kTierBlock = 64;    // channels that share a byte of `tiers`
 constexpr int kMaxTierBlocks = kMaxHeadDim / kTierBlock;
 constexpr int kFusedKeys = 256;    // the largest K of the fused path
