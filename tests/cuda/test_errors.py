@@ -28,19 +28,19 @@ def test_offsets_on_the_cpu_are_checked():
         ours(packed(), cu_seqlens_cpu=bad)
 
 
-def test_head_sizes_beyond_512():
-    for K, V in ((513, 64), (64, 513)):
+def test_head_sizes_beyond_1024():
+    for K, V in ((1025, 64), (64, 1025)):
         x = make_inputs(1, 20, 1, K, V, BF16, device="cuda")
-        with refuse(r"chunk_gla: .*512.*513"):
+        with refuse(r"chunk_gla: .*1024.*1025"):
             chunk_gla(x.q, x.k, x.v, x.g)
-        with refuse(r"_chunk_states: .*512.*513"):
+        with refuse(r"_chunk_states: .*1024.*1025"):
             ops._chunk_states(x.k, x.v, x.g.float(), None, None, False)
         x = make_recurrence(1, 2, 1, K, V, dtype=BF16, device="cuda")
-        with refuse(r"chunk_gla: .*512.*513"):
+        with refuse(r"chunk_gla: .*1024.*1025"):
             chunked(x)
-        with refuse(r"fused_recurrent_gla: .*512.*513"):
+        with refuse(r"fused_recurrent_gla: .*1024.*1025"):
             recurrence.ours(x)
-        with refuse(r"recurrent_gla_step_: .*512.*513"):
+        with refuse(r"recurrent_gla_step_: .*1024.*1025"):
             recurrent_gla_step_(x.q, x.k, x.v, x.gk, x.gv, state=x.initial_state)
 
 
