@@ -9,6 +9,7 @@
 // those every kReplayTokens. So nothing is divided by a decay, and no two terms of a gate's
 // gradient cancel. Sums over the values of several blocks are stored as partial sums, which
 // sum_partials adds in order. Everything is fp32, in an order that depends only on K and V.
+#include "cuda/device/dynamic_shared.h"
 #include "cuda/device/launch.cuh"
 #include "tile.cuh"
 
@@ -20,6 +21,10 @@ enum ValueGrad { kDv, kDgv, kValueGrads };
 
 template <int kK>
 struct Layout {
+  // In a warp, lane / kValueLanes selects the keys and lane % kValueLanes the values.
+  static constexpr int kValueLanes = kK > 512 ? 2 : 4;
+  static constexpr int kWarpKeys = 32 / kValueLanes * kThreadKeys;
+  static constexpr int kWarpValues = kValueLanes * kThreadValues;
   static constexpr int kKeyWarps = kK / kWarpKeys;
   static constexpr int kValueWarps = kBlockThreads / 32 / kKeyWarps;
   static constexpr int kValues = kWarpValues * kValueWarps;
@@ -41,8 +46,8 @@ class Backward {
       : p_(p), plan_(plan), s_(s) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     key_warp_ = warp % L::kKeyWarps, value_warp_ = warp / L::kKeyWarps;
-    key_ = key_warp_ * kWarpKeys + lane / 4 * kThreadKeys;
-    value_ = value_warp_ * kWarpValues + lane % 4 * kThreadValues;
+    key_ = key_warp_ * L::kWarpKeys + lane / L::kValueLanes * kThreadKeys;
+    value_ = value_warp_ * L::kWarpValues + lane % L::kValueLanes * kThreadValues;
   }
 
   __device__ __forceinline__ void run(int64_t item) {
@@ -203,21 +208,26 @@ class Backward {
         dS.x[i][c] = a[i] * g * b[c];
       }
     const int lane = threadIdx.x % 32;
-    const int key = key_ + (lane & 1) * 4 + (lane >> 1 & 1) * 2;
+    constexpr int kLanes = L::kValueLanes;
+    const int key = key_ + (lane & 1) * 4 + (kLanes == 4 ? (lane >> 1 & 1) * 2 : 0);
 #pragma unroll
     for (int g = 0; g < kKeyGrads; ++g) {
       reduce_halves<kThreadKeys>(keys[g], 1);
-      reduce_halves<kThreadKeys / 2>(keys[g], 2);
-      *reinterpret_cast<float2*>(&s_.keys[slot][g][value_warp_][key]) =
-          make_float2(keys[g][0], keys[g][1]);
+      if constexpr (kLanes == 4) reduce_halves<kThreadKeys / 2>(keys[g], 2);
+#pragma unroll
+      for (int i = 0; i < kThreadKeys / kLanes; i += 2)
+        *reinterpret_cast<float2*>(&s_.keys[slot][g][value_warp_][key + i]) =
+            make_float2(keys[g][i], keys[g][i + 1]);
     }
-    const int value = value_ + (lane >> 2 & 1) * 2 + (lane >> 3 & 1);
+    const int value = value_ + (lane / kLanes & 1) * 2 + (lane / (2 * kLanes) & 1);
 #pragma unroll
     for (int g = 0; g < kValueGrads; ++g) {
-      reduce_halves<kThreadValues>(values[g], 4);
-      reduce_halves<kThreadValues / 2>(values[g], 8);
-      values[g][0] += __shfl_xor_sync(0xffffffffu, values[g][0], 16);
-      if (lane < 16) s_.values[slot][g][key_warp_][value] = values[g][0];
+      reduce_halves<kThreadValues>(values[g], kLanes);
+      reduce_halves<kThreadValues / 2>(values[g], 2 * kLanes);
+#pragma unroll
+      for (int mask = 4 * kLanes; mask < 32; mask *= 2)
+        values[g][0] += __shfl_xor_sync(0xffffffffu, values[g][0], mask);
+      if (lane < 4 * kLanes) s_.values[slot][g][key_warp_][value] = values[g][0];
     }
   }
 
@@ -282,7 +292,8 @@ template <int kK>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     backward_kernel(const __grid_constant__ Recurrence p,
                     const __grid_constant__ RecurrentBackwardPlan plan) {
-  __shared__ __align__(16) Layout<kK> s;
+  extern __shared__ __align__(16) unsigned char s_bytes[];
+  auto& s = *reinterpret_cast<Layout<kK>*>(s_bytes);
   Backward<kK> backward(p, plan, s);
   const int64_t items = count_runs(p) * plan.value_blocks;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) backward.run(item);
@@ -325,8 +336,11 @@ void recurrent_backward(const Recurrence& p, const RecurrentBackwardPlan& plan,
                         cudaStream_t stream) {
   if (plan.blocks == 0) return;
   with_keys(p.K, [&](auto keys) {
-    backward_kernel<decltype(keys)::value>
-        <<<static_cast<unsigned>(plan.blocks), kBlockThreads, 0, stream>>>(p, plan);
+    constexpr auto kernel = backward_kernel<decltype(keys)::value>;
+    constexpr size_t kBytes = sizeof(Layout<decltype(keys)::value>);
+    static const DynamicShared shared(kernel, kBytes);
+    shared.allow();
+    kernel<<<static_cast<unsigned>(plan.blocks), kBlockThreads, kBytes, stream>>>(p, plan);
   });
   if (plan.partials == 0) return;
   constexpr int64_t kMostBlocks = 65536;

@@ -7,7 +7,7 @@ namespace gla_ext::cuda {
 
 constexpr int kDrafts = 16;  // tokens of a draft, at most
 
-// A block has as many threads as the kernel has keys; each warp works on 32 keys.
+// kK: the keys that a block takes at a time. It has as many threads; each warp works on 32 keys.
 template <int kK>
 constexpr int kWarps = kK / 32;
 
@@ -45,7 +45,7 @@ template <Access kAccess>
 struct FourBits {
   uint32_t words[4];
 
-  __device__ __forceinline__ FourBits() {}
+  FourBits() = default;
   __device__ __forceinline__ FourBits(const Rows& r, int64_t i, int valid) {
     words[0] = words[1] = words[2] = words[3] = 0;
     if (r.data == nullptr) return;
@@ -79,14 +79,14 @@ struct DraftBits {
   static constexpr int kLoads = kDrafts / 4;
   FourBits<kAccess> q[kLoads], k[kLoads], gk[kLoads];
 
-  __device__ __forceinline__ DraftBits(const Recurrence& p, const Run& run, int T) {
+  __device__ __forceinline__ void load(const Recurrence& p, const Run& run, int T, int first_key) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const int t = token(i), valid = t < T ? p.K - key() : 0;
+      const int t = token(i), from = first_key + key(), valid = t < T ? p.K - from : 0;
       if (4 * i >= T) break;
-      q[i] = FourBits<kAccess>(p.q, draft_offset(p.q, run, t) + key(), valid);
-      k[i] = FourBits<kAccess>(p.k, draft_offset(p.k, run, t) + key(), valid);
-      gk[i] = FourBits<kAccess>(p.gk, draft_offset(p.gk, run, t) + key(), valid);
+      q[i] = FourBits<kAccess>(p.q, draft_offset(p.q, run, t) + from, valid);
+      k[i] = FourBits<kAccess>(p.k, draft_offset(p.k, run, t) + from, valid);
+      gk[i] = FourBits<kAccess>(p.gk, draft_offset(p.gk, run, t) + from, valid);
     }
   }
   __device__ __forceinline__ void store(const Recurrence& p, int T, Drafts<kK>& s) const {
@@ -132,10 +132,12 @@ __device__ __forceinline__ float dot(const float4& x, const float (&y)[4]) {
   return fmaf(x.w, y[3], fmaf(x.z, y[2], fmaf(x.y, y[1], x.x * y[0])));
 }
 
-// A warp's partial sums of A. The warp has tokens j = warp % 4, j + 4, .., whose keys are decayed
-// step by step to the queries i, four at a time; it has 128 key channels, four per lane.
+// A warp's partial sums of A, to which those of the keys before are added. The warp has tokens j =
+// warp % 4, j + 4, .., whose keys are decayed step by step to the queries i, four at a time; it has
+// 128 key channels, four per lane.
 template <int kK>
-__device__ __forceinline__ void score_parts(int T, const Drafts<kK>& s, Scores<kK>& scores) {
+__device__ __forceinline__ void score_parts(int T, const Drafts<kK>& s, Scores<kK>& scores,
+                                            bool are_first) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_j = warp % 4, part = warp / 4, d = 128 * part + 4 * lane;
   const auto four = [&](const float (&x)[kDrafts][kK], int t) {
@@ -162,15 +164,20 @@ __device__ __forceinline__ void score_parts(int T, const Drafts<kK>& s, Scores<k
     }
     const float sum = sums_of_warp(sums);
     const int i = 4 * block + lane / 8, j = first_j + 4 * (lane / 2 % 4);
-    if (lane % 2 == 0 && j <= i) scores.parts[part][scores.pair(i, j)] = sum;
+    if (lane % 2 == 0 && j <= i) {
+      float& to = scores.parts[part][scores.pair(i, j)];
+      to = are_first ? sum : to + sum;
+    }
   }
 }
 
-// Sums A from its parts and replaces q by q^; both are zero for tokens that do not exist.
+// Sums A from its parts, once these have all keys, and replaces q by q^; both are zero for tokens
+// that do not exist.
 template <int kK>
-__device__ __forceinline__ void gate_queries(int T, Drafts<kK>& s, Scores<kK>& scores) {
+__device__ __forceinline__ void gate_queries(int T, Drafts<kK>& s, Scores<kK>& scores,
+                                             bool are_last) {
   if constexpr (kK > 128) {
-    if (threadIdx.x < scores.kPairs) {
+    if (are_last && threadIdx.x < scores.kPairs) {
       float sum = scores.parts[0][threadIdx.x];
 #pragma unroll
       for (int part = 1; part < kK / 128; ++part) sum += scores.parts[part][threadIdx.x];

@@ -21,9 +21,8 @@ namespace recurrent {
 template <class State, class Tile, int kK, Access kAccess, bool kOneToken>
 constexpr int count_blocks() {
   constexpr bool kShort = sizeof(State) == 2;
-  if (kAccess == Access::kGeneral) return kShort ? 1 : 2;
-  if (!kOneToken) return kShort && kK > 256 ? 1 : 2;
-  return Tile::kBlocks;
+  if (kShort && (kAccess == Access::kGeneral || kK > 256)) return 1;
+  return (kAccess == Access::kFast && kOneToken ? Tile::kResident : 512) / Tile::kThreads;
 }
 
 // Where the final state is written: to the initial state's place, or to its write slot; -1:

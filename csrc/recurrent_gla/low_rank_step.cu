@@ -81,7 +81,7 @@ class Gates {
 };
 
 template <class Tile, int kK, Access kAccess, class T>
-__global__ void __launch_bounds__(Tile::kThreads, 2)
+__global__ void __launch_bounds__(Tile::kThreads, 512 / Tile::kThreads)
     low_rank_step_kernel(const __grid_constant__ Recurrence p,
                          const __grid_constant__ LowRankGate gate) {
   __shared__ __align__(16) Stage<Tile, kK, false, 1> s;

@@ -10,7 +10,8 @@
 
 namespace gla_ext::cuda {
 
-constexpr int kTileElements = 8192;  // elements of a state in a block
+// Elements of a state in a block; forward above 512 keys has twice as many.
+constexpr int kTileElements = 8192;
 
 struct Run {
   int64_t row, start, length;  // batch row, first token, tokens
@@ -209,7 +210,8 @@ void with_keys(int K, F&& f) {
   if (K <= 64) return f(std::integral_constant<int, 64>{});
   if (K <= 128) return f(std::integral_constant<int, 128>{});
   if (K <= 256) return f(std::integral_constant<int, 256>{});
-  return f(std::integral_constant<int, 512>{});
+  if (K <= 512) return f(std::integral_constant<int, 512>{});
+  return f(std::integral_constant<int, 1024>{});
 }
 
 }  // namespace gla_ext::cuda

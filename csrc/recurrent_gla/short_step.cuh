@@ -18,6 +18,8 @@ namespace gla_ext::cuda {
 namespace recurrent {
 
 constexpr int kChain = 8;  // keys, or fours of keys, that a sum adds in sequence
+template <int kK>
+constexpr int kShortValues = 32768 / (kK > 256 ? kK : 256);  // values of a block
 
 template <bool kValueGates>
 __device__ __forceinline__ float moved(float S, float a, float b, float k, float v) {
@@ -43,7 +45,7 @@ class ShortKeyRows {
   static_assert(KeyRows<kK>::kRows == kChain);
 
  public:
-  static constexpr int kValues = kK > 256 ? 64 : 128;
+  static constexpr int kValues = kShortValues<kK>;
 
  private:
   static constexpr int kEights = kValues / 8;
@@ -149,7 +151,7 @@ class ShortValueRows {
   static_assert(ValueRows<kK>::kRows == kChain);
 
  public:
-  static constexpr int kValues = kK > 256 ? 64 : 128, kEach = 2;
+  static constexpr int kValues = kShortValues<kK>, kEach = 2;
   static constexpr int kThreads = kValues / kEach * kLanes;
 
   struct Shared {

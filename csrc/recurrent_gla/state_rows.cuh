@@ -8,10 +8,12 @@ namespace gla_ext::cuda {
 namespace recurrent {
 
 template <int kK>
-constexpr int kValues = kTileElements / kK;  // values of a block
-// Tokens in shared memory at a time, so that four blocks fit on a multiprocessor.
+constexpr int kValues = kK > 512 ? 16 : kTileElements / kK;  // values of a block
 template <int kK>
-constexpr int kStageTokens = kK == 128 || kK == 256 ? 8 : 4;
+constexpr int kTileThreads = kK * kValues<kK> / 32;  // 32 elements of the state each
+// Tokens in shared memory at a time, so that 1,024 threads fit on a multiprocessor.
+template <int kK>
+constexpr int kStageTokens = kK == 64 ? 4 : 2048 / (kK > 256 ? kK : 256);
 
 template <Access kAccess, class State>
 __device__ __forceinline__ void store4(State* p, const float (&x)[4], int valid) {
@@ -32,10 +34,10 @@ __device__ __forceinline__ void store4(State* p, const float (&x)[4], int valid)
 // is summed over threads of several warps.
 template <int kK>
 struct KeyRows {
-  static constexpr int kThreads = 256, kRows = kTileElements / kThreads / 4;
+  static constexpr int kThreads = kTileThreads<kK>, kRows = 8;
   static constexpr int kFours = kValues<kK> / 4, kGroups = kThreads / kFours;
   static constexpr int kSums = kThreads / 32;  // sums that make up an o
-  static constexpr int kBlocks = 4;  // blocks a multiprocessor, as many as registers allow
+  static constexpr int kResident = 1024;  // threads a multiprocessor, as many as registers allow
   float S[kRows][4];
 
   __device__ __forceinline__ static int value() { return threadIdx.x % kFours * 4; }
@@ -79,8 +81,8 @@ struct KeyRows {
 // over neighbouring lanes.
 template <int kK>
 struct ValueRows {
-  static constexpr int kThreads = 256, kRows = kTileElements / kThreads / 4;
-  static constexpr int kLanes = kThreads / kValues<kK>, kSums = 1, kBlocks = 2;
+  static constexpr int kThreads = kTileThreads<kK>, kRows = 8;
+  static constexpr int kLanes = kThreads / kValues<kK>, kSums = 1, kResident = 512;
   float S[kRows][4];
 
   __device__ __forceinline__ static int value() { return static_cast<int>(threadIdx.x) / kLanes; }

@@ -9,10 +9,8 @@ namespace gla_ext::cuda {
 constexpr int kBlockThreads = 256;
 constexpr int kKeptTokens = 32, kReplayTokens = 2;
 constexpr int kThreadKeys = 8, kThreadValues = 4;
-constexpr int kWarpKeys = 64, kWarpValues = 16;
 
-// This thread's part of a state, eight keys by four values. In a warp, lane / 4 selects the keys
-// and lane % 4 the values.
+// This thread's part of a state, eight keys by four values.
 struct Tile {
   float x[kThreadKeys][kThreadValues];
 

@@ -2,8 +2,9 @@
 // and verify_fp16.cu. The state is read once and not written: o_i = b_0 .. b_i ⊙ Sᵀ q^_i + Σ_{j≤i}
 // A_ij (b_{j+1} .. b_i ⊙ v_j), with q^ and A of drafts.cuh.
 //
-// grid    (row of a pool, head, some tiles of 32 values); a tile with all its keys at a time, 32
-//         keys a warp, while the next tile is loaded, 16 bytes at a time if rows are aligned
+// grid    (row of a pool, head, some tiles of 32 values); a tile with all its keys at a time
+//         (above 512: with the keys of a turn), 32 keys a warp, while the next tile is loaded, 16
+//         bytes at a time if rows are aligned
 // reads   q, k, gk [B, T, H, K], v, gv [B, T, H, V], state_in [.., H, K, V] or v-first
 // writes  o [B, T, H, V]
 // Decays are running products, exact at a reset. Everything is accumulated in fp32, except sums of
@@ -11,12 +12,26 @@
 // same bits in any batch, any pool and drafts of any length.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/device/launch.cuh"
 #include "state_product.cuh"
 
 namespace gla_ext::cuda {
 namespace recurrent {
+
+// Above 512 keys a block takes 256 a turn, for all of its tiles, whose sums it keeps in between; so
+// it has few tiles.
+template <int kK>
+constexpr int kKeys = kK > 512 ? 256 : kK;
+constexpr int kMostTiles = 8;
+
+// sums: of a tile, over the keys of earlier turns, [kDrafts, kTileValues].
+struct Turn {
+  bool is_first, is_last;
+  float (*sums)[kTileValues];
+};
 
 // The starts of every token's rows, computed once and not for every tile.
 struct RowStarts {
@@ -67,18 +82,24 @@ struct alignas(16) Stage {
   __device__ __forceinline__ static Values values_at(const float* row) {
     return *reinterpret_cast<const Values*>(row + threadIdx.x % kLanes * kEach);
   }
+  __device__ __forceinline__ static void add(Values& to, const Values& x) {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) to.x[e] += x.x[e];
+  }
 
   __device__ __forceinline__ void write_outputs(const Recurrence& p, int T, const RowStarts& starts,
-                                                const Scores<kK>& scores, int first_value) const {
+                                                const Scores<kK>& scores, int first_value,
+                                                const Turn& turn) const {
     const int first = static_cast<int>(threadIdx.x) / 32 * kEach;
     const int i = first + static_cast<int>(threadIdx.x) % 32 / kLanes;
     if (i >= T) return;
     Values o = values_at(sums[0][i]);
 #pragma unroll
-    for (int w = 1; w < kWarps<kK>; ++w) {
-      const Values x = values_at(sums[w][i]);
-#pragma unroll
-      for (int e = 0; e < kEach; ++e) o.x[e] += x.x[e];
+    for (int w = 1; w < kWarps<kK>; ++w) add(o, values_at(sums[w][i]));
+    if (!turn.is_first) add(o, values_at(turn.sums[i]));
+    if (!turn.is_last) {
+      *reinterpret_cast<Values*>(turn.sums[i] + threadIdx.x % kLanes * kEach) = o;
+      return;
     }
     const Values inside = p.gv.data != nullptr ? decayed_sums<true>(scores, first, i, o)
                                                : decayed_sums<false>(scores, first, i, o);
@@ -170,68 +191,84 @@ __device__ __forceinline__ void write_zeros(const Recurrence& p, const Run& run,
               0.f);
 }
 
-// As many threads as keys; 512 threads a multiprocessor, as many as registers allow. kPacked: the
-// drafts may have any lengths; the kernel takes those of 1 to 16 tokens.
+// As many threads as keys of a turn; 512 threads a multiprocessor, as many as registers allow.
+// kPacked: the drafts may have any lengths; the kernel takes those of 1 to 16 tokens.
 template <class State, bool kVFirst, int kK, Access kAccess, bool kPacked>
-__global__ void __launch_bounds__(kK, 512 / kK) verify_kernel(Recurrence p, int tiles_of_block) {
+__global__ void __launch_bounds__(kKeys<kK>, 512 / kKeys<kK>)
+    verify_kernel(Recurrence p, int tiles_of_block) {
+  constexpr int kStep = kKeys<kK>;
   extern __shared__ __align__(16) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<Shared<kK>*>(s_bytes);
-  const int tiles = blocks_of(p.V, kTileValues), blocks = blocks_of(tiles, tiles_of_block);
-  Run run = find_run(p, blockIdx.x / blocks);
-  if constexpr (!kPacked) run.start = 0, run.length = p.T;
-  const int first = static_cast<int>(blockIdx.x % blocks) * tiles_of_block;
-  const int end = first + tiles_of_block < tiles ? first + tiles_of_block : tiles;
-  if (kPacked && (run.length == 0 || run.length > kDrafts)) return;
-  if (run.state < 0) return write_zeros(p, run, first * kTileValues, end * kTileValues);
+  auto& s = *reinterpret_cast<Shared<kStep>*>(s_bytes);
+  const auto sums_before = reinterpret_cast<float (*)[kDrafts][kTileValues]>(&s + 1);
+#pragma unroll 1
+  for (int start = 0; start < (kK > kStep ? p.K : kStep); start += kStep) {
+    const bool is_first = start == 0, is_last = kK == kStep || start + kStep >= p.K;
+    unsigned block = blockIdx.x;
+    // Registers are few. So what follows from the block is computed at every turn, and drafts that
+    // are not loaded get a value: without one, registers would be kept for them between turns.
+    if constexpr (kK > kStep) asm volatile("" : "+r"(block));
+    const int tiles = blocks_of(p.V, kTileValues), blocks = blocks_of(tiles, tiles_of_block);
+    Run run = find_run(p, block / blocks);
+    if constexpr (!kPacked) run.start = 0, run.length = p.T;
+    const int first = static_cast<int>(block % blocks) * tiles_of_block;
+    const int end = first + tiles_of_block < tiles ? first + tiles_of_block : tiles;
+    if (kPacked && (run.length == 0 || run.length > kDrafts)) return;
+    if (run.state < 0) return write_zeros(p, run, first * kTileValues, end * kTileValues);
 
-  // The number of tokens of a packed draft is kept in shared memory, since registers are few.
-  const auto tokens = [&] { return kPacked ? s.starts.tokens : static_cast<int>(p.T); };
-  const int first_key = static_cast<int>(threadIdx.x) / 32 * 32;
-  const int key = first_key + 4 * column_of_lane(), value = row_of_lane() * (kVFirst ? 1 : 4);
-  const int key_stride = kVFirst ? 1 : p.V, value_stride = kVFirst ? p.K : 1;
-  const State* from = static_cast<const State*>(p.state_in) + run.state * p.state_stride_n +
-                      run.head * p.state_stride_h + key * key_stride + value * value_stride;
-  StateFours<State, kVFirst> S[2];
-  const auto load_state = [&](int g, int tile) {
-    const int first_value = tile * kTileValues;
-    S[g].template load<kAccess>(p, from + first_value * value_stride + 16 * g * key_stride,
-                                key + 16 * g, value + first_value);
-  };
-  {
-    const int T = static_cast<int>(run.length);
-    const DraftBits<kK, kAccess> drafts(p, run, T);
-    load_state(0, first);
-    load_state(1, first);
-    drafts.store(p, T, s.drafts);
-    s.starts.find(p, run);
-  }
-  __syncthreads();  // q, k, a and the starts are written
-  score_parts(tokens(), s.drafts, s.scores);
-  __syncthreads();  // the partial sums of A are written, q is read
-  gate_queries(tokens(), s.drafts, s.scores);
-  ValueLoads<kK> values;
-  values.load(p, tokens(), s.starts, first * kTileValues);
-  __syncwarp();  // q^ of the warp's keys is written
-  QueryFours q[2];
-  q[0].load(s.drafts, first_key);
-  q[1].load(s.drafts, first_key + 16);
-  __syncthreads();  // A is written, the drafts are read
-  values.store(p, s.stages[0]);
+    // The number of tokens of a packed draft is kept in shared memory, since registers are few.
+    const auto tokens = [&] { return kPacked ? s.starts.tokens : static_cast<int>(p.T); };
+    const int first_key = static_cast<int>(threadIdx.x) / 32 * 32;
+    const int value = row_of_lane() * (kVFirst ? 1 : 4);
+    const int key_stride = kVFirst ? 1 : p.V, value_stride = kVFirst ? p.K : 1;
+    const int key = start + first_key + 4 * column_of_lane();
+    const State* from = static_cast<const State*>(p.state_in) + run.state * p.state_stride_n +
+                        run.head * p.state_stride_h + key * key_stride + value * value_stride;
+    StateFours<State, kVFirst> S[2];
+    const auto load_state = [&](int g, int tile) {
+      const int first_value = tile * kTileValues;
+      S[g].template load<kAccess>(p, from + first_value * value_stride + 16 * g * key_stride,
+                                  key + 16 * g, value + first_value);
+    };
+    {
+      const int T = static_cast<int>(run.length);
+      DraftBits<kStep, kAccess> drafts;
+      if constexpr (kK > kStep) drafts = {};
+      drafts.load(p, run, T, start);
+      load_state(0, first);
+      load_state(1, first);
+      drafts.store(p, T, s.drafts);
+      s.starts.find(p, run);
+    }
+    __syncthreads();  // q, k, a and the starts are written
+    score_parts(tokens(), s.drafts, s.scores, is_first);
+    __syncthreads();  // the partial sums of A are written, q is read
+    gate_queries(tokens(), s.drafts, s.scores, is_last);
+    ValueLoads<kStep> values;
+    values.load(p, tokens(), s.starts, first * kTileValues);
+    __syncwarp();  // q^ of the warp's keys is written
+    QueryFours q[2];
+    q[0].load(s.drafts, first_key);
+    q[1].load(s.drafts, first_key + 16);
+    __syncthreads();  // A is written, the drafts are read
+    values.store(p, s.stages[0]);
 
-  for (int tile = first; tile < end; ++tile) {
-    Stage<kK>&stage = s.stages[(tile - first) % 2], &next = s.stages[(tile - first + 1) % 2];
-    Sums sums;
-    S[0].template unpack<kAccess>();
-    add_product<true>(sums, S[0], q[0], tokens() > 8);
-    if (tile + 1 < end) load_state(0, tile + 1);
-    S[1].template unpack<kAccess>();
-    add_product<false>(sums, S[1], q[1], tokens() > 8);
-    if (tile + 1 < end) load_state(1, tile + 1);
-    stage.template put<kVFirst>(sums, tokens());
-    __syncthreads();  // this stage is written, the next one is read by all warps
-    if (tile + 1 < end) values.load(p, tokens(), s.starts, (tile + 1) * kTileValues);
-    stage.write_outputs(p, tokens(), s.starts, s.scores, tile * kTileValues);
-    if (tile + 1 < end) values.store(p, next);
+    for (int tile = first; tile < end; ++tile) {
+      Stage<kStep>&stage = s.stages[(tile - first) % 2], &next = s.stages[(tile - first + 1) % 2];
+      Sums sums;
+      S[0].template unpack<kAccess>();
+      add_product<true>(sums, S[0], q[0], tokens() > 8);
+      if (tile + 1 < end) load_state(0, tile + 1);
+      S[1].template unpack<kAccess>();
+      add_product<false>(sums, S[1], q[1], tokens() > 8);
+      if (tile + 1 < end) load_state(1, tile + 1);
+      stage.template put<kVFirst>(sums, tokens());
+      __syncthreads();  // this stage is written, the next one is read by all warps
+      if (tile + 1 < end) values.load(p, tokens(), s.starts, (tile + 1) * kTileValues);
+      stage.write_outputs(p, tokens(), s.starts, s.scores, tile * kTileValues,
+                          {is_first, is_last, sums_before[tile - first]});
+      if (tile + 1 < end) values.store(p, next);
+    }
+    if (!is_last) __syncthreads();  // the stages are read, before drafts take their place
   }
 }
 
@@ -240,13 +277,18 @@ void launch_verify(const Recurrence& p, int multiprocessors, cudaStream_t stream
   const int64_t runs = count_runs(p);
   const int tiles = blocks_of(p.V, kTileValues);
   constexpr int kOfTokens = 3;
-  const int64_t resident = int64_t{multiprocessors} * (512 / kK);
-  const int tiles_of_block = choose_tiles(runs, tiles, resident, kOfTokens);
+  const int64_t resident = int64_t{multiprocessors} * (512 / kKeys<kK>);
+  int tiles_of_block = choose_tiles(runs, tiles, resident, kOfTokens);
+  size_t bytes = sizeof(Shared<kKeys<kK>>);
+  if constexpr (kK > kKeys<kK>) {
+    tiles_of_block = std::min(tiles_of_block, kMostTiles);
+    bytes += sizeof(float[kMostTiles][kDrafts][kTileValues]);
+  }
   const auto blocks = static_cast<unsigned>(runs * blocks_of(tiles, tiles_of_block));
   constexpr auto kernel = verify_kernel<State, kVFirst, kK, kAccess, kPacked>;
-  static const DynamicShared shared(kernel, sizeof(Shared<kK>));
+  static const DynamicShared shared(kernel, bytes);
   shared.allow();
-  kernel<<<blocks, kK, sizeof(Shared<kK>), stream>>>(p, tiles_of_block);
+  kernel<<<blocks, kKeys<kK>, bytes, stream>>>(p, tiles_of_block);
 }
 
 template <class State, bool kVFirst, int kK, Access kAccess>
@@ -279,7 +321,8 @@ template <class State>
 void launch_verify(const Recurrence& p, int multiprocessors, cudaStream_t stream) {
   if (p.K <= 128) return launch_verify<State, 128>(p, multiprocessors, stream);
   if (p.K <= 256) return launch_verify<State, 256>(p, multiprocessors, stream);
-  launch_verify<State, 512>(p, multiprocessors, stream);
+  if (p.K <= 512) return launch_verify<State, 512>(p, multiprocessors, stream);
+  launch_verify<State, 1024>(p, multiprocessors, stream);
 }
 
 }  // namespace recurrent

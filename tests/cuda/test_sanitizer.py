@@ -129,7 +129,9 @@ def test_gates_on_values(name, gate, dtype):
 
 RECURRENT_SHAPES = {  # (B, T, H, K, V), options
     "aligned": ((2, 35, 1, 64, 128), {}),
-    "widest": ((1, 3, 1, 512, 512), {}),
+    "wide": ((1, 3, 1, 512, 512), {}),
+    "widest": ((1, 3, 1, 1000, 1016), {}),
+    "most keys": ((2, 1, 1, 1024, 40), {}),
     "odd": ((2, 34, 2, 33, 65), {}),
     "misaligned": ((1, 5, 2, 64, 64), {"layout": "misaligned"}),
     "strided": ((2, 5, 2, 20, 28), {"layout": "sliced"}),

@@ -129,7 +129,10 @@ def low_rank_step(q, k, v, h, w, b, pool, slots, v_first, **options):
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize(
     "H, HK, K, V, R",
-    [(2, 2, 128, 64, 16), (2, 1, 64, 130, 8), (1, 1, 20, 24, 24), (1, 1, 300, 16, 5)],
+    [
+        *[(2, 2, 128, 64, 16), (2, 1, 64, 130, 8), (1, 1, 20, 24, 24), (1, 1, 300, 16, 5)],
+        *[(1, 1, 1000, 1016, 8), (2, 1, 1024, 40, 16)],
+    ],
 )
 def test_low_rank_step(device, dtype, v_first, H, HK, K, V, R):
     rows = 3

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from common import DTYPES, assert_close
-from recurrence import GATINGS, exact, make_recurrence, ours
+from recurrence import GATINGS, assert_results_close, exact, make_recurrence, ours
 
 from gla_ext import fused_recurrent_gla, fused_recurrent_simple_gla
 from gla_ext.selftest import tolerance
@@ -13,6 +13,18 @@ from gla_ext.selftest import tolerance
 ops = torch.ops.gla_ext
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 by_gating = pytest.mark.parametrize("gating", GATINGS)
+
+
+@pytest.mark.parametrize("sizes", [(320, 24), (512, 1024), (1000, 1016), (1024, 40)], ids=str)
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_large_heads(device, state_v_first, sizes):
+    x = make_recurrence(1, 35, 1, *sizes, dtype=torch.bfloat16)
+    expected = exact(x)
+    results = ours((x.v_first() if state_v_first else x).to(device), state_v_first=state_v_first)
+    results = {name: t.cpu() for name, t in results.items()}
+    if state_v_first:
+        results |= {name: results[name].mT for name in ("final_state", "dh0")}
+    assert_results_close(results, expected, x)
 
 
 @by_gating

@@ -48,7 +48,7 @@ class Ragged:
 @by_dtype
 @by_layout
 @pytest.mark.usefixtures("nan_in_fresh_memory")
-@pytest.mark.parametrize("sizes", [(2, 64, 40), (2, 20, 28), (1, 130, 70)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 64, 40), (2, 20, 28), (1, 130, 70), (1, 1000, 40)], ids=str)
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_ragged_drafts(device, state_dtype, sizes, state_v_first, dtype):
     drafts = Ragged(device, sizes, dtype, state_dtype, state_v_first)
@@ -149,7 +149,7 @@ def test_graph_replays_with_other_lengths():
 @pytest.mark.cuda
 @pytest.mark.sanitizer
 @by_layout
-@pytest.mark.parametrize("sizes", [(2, 128, 64), (1, 33, 65), (1, 512, 32)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 128, 64), (1, 33, 65), (1, 512, 32), (1, 1000, 40)], ids=str)
 def test_for_the_sanitizer(sizes, state_v_first):
     for state_dtype in (torch.float32, torch.bfloat16):
         options = {"state_dtype": state_dtype, "state_v_first": state_v_first}

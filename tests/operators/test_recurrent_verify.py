@@ -83,6 +83,15 @@ def test_head_sizes(device, state_v_first, dtype, T, sizes):
     Drafts(device, T, *sizes, dtype=dtype, state_v_first=state_v_first).check()
 
 
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize("sizes", [(320, 24), (512, 1024), (1000, 1016), (1024, 40)], ids=str)
+@pytest.mark.parametrize("T", [1, 11])
+@by_layout
+def test_large_heads(device, state_v_first, T, sizes):
+    drafts = Drafts(device, T, *sizes, state_v_first=state_v_first)
+    assert_verified(drafts.check(), drafts.step())
+
+
 @pytest.mark.parametrize("gating", GATINGS)
 @pytest.mark.parametrize("gate", [1 / 64, 10.0, "reset"])
 @by_layout
@@ -100,7 +109,7 @@ def test_a_longer_draft_has_the_same_bits(device, state_v_first, dtype, K):
         assert torch.equal(drafts.verify(**drafts.first(T)), o[:, :T]), T
 
 
-@pytest.mark.parametrize("sizes", [(128, 512), (256, 500), (500, 70)], ids=str)
+@pytest.mark.parametrize("sizes", [(128, 512), (256, 500), (500, 70), (1000, 600)], ids=str)
 @by_layout
 def test_rows_alone_have_the_same_bits(device, state_v_first, sizes):
     """However many blocks share a head's values."""
@@ -203,7 +212,8 @@ def test_same_bits_beside_other_work():
 
 SANITIZED = {  # (T, K, V), options
     "aligned": ((16, 128, 64), {}),
-    "widest": ((3, 512, 64), {}),
+    "wide": ((3, 512, 64), {}),
+    "widest": ((3, 1000, 1016), {}),
     "odd": ((9, 33, 65), {}),
     "misaligned": ((5, 256, 40), {"layout": "misaligned"}),
     "no gates": ((2, 130, 70), {"gating": "none"}),
