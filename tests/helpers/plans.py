@@ -5,6 +5,7 @@ import pytest
 from gla_ext import _C
 
 SHAPE = {"B": 4, "T": 2048, "H": 4, "K": 64, "V": 128}
+TIERS = 16  # bytes of a chunk and head
 BATCH = {"B": 32, "T": 2048, "H": 4, "K": 128, "V": 256}  # enough to fill a GPU
 
 

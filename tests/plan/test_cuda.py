@@ -2,6 +2,7 @@
 
 import pytest
 from plans import (
+    TIERS,
     by_pass,
     cluster_items,
     cuda_plan,
@@ -32,7 +33,7 @@ def test_cuda_steps_depend_on_neither_batch_nor_tokens(change, backward):
 )
 def test_cuda_steps_workspace(dtype, each, cumsums):
     heads = 4 * 2048 * 4
-    keys, scores, tiers = heads * 64 * 4, heads * 64 * each, heads // 64 * 16
+    keys, scores, tiers = heads * 64 * 4, heads * 64 * each, heads // 64 * TIERS
     states = heads // 64 * 64 * 128 * each
     forward = steps_plan(dtype=dtype)
     assert forward["state_bytes"] == states
@@ -58,7 +59,7 @@ def test_cuda_fp32_gates_need_no_workspace_for_their_gradient():
 def test_cuda_fused_forward_has_no_states_in_memory():
     plan = full_plan()
     assert (plan["state_bytes"], len(plan["kernels"])) == (0, 2)
-    assert plan["workspace_bytes"] == 32 * 32 * 4 * 16  # tiers
+    assert plan["workspace_bytes"] == 32 * 32 * 4 * TIERS
     packed = full_plan(B=1, T=32 * 2048, N=32, batch_invariant=True)
     assert len(packed["kernels"]) == len(plan["kernels"]) + 2
     assert packed["workspace_bytes"] > plan["workspace_bytes"]
@@ -77,7 +78,7 @@ def test_cuda_states_over_operands_lie_in_tiles(K, V):
 def test_cuda_fused_forward_over_operands_in_memory(K):
     plan = full_plan(K=K, gate_dtype="float32")
     assert (plan["kernels"], plan["state_bytes"]) == (["prepare", "forward.prepared"], 0)
-    assert plan["workspace_bytes"] == 32 * 32 * 4 * 8 + prepared_bytes(32 * 32 * 4, K)
+    assert plan["workspace_bytes"] == 32 * 32 * 4 * TIERS + prepared_bytes(32 * 32 * 4, K)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_cuda_fused_backward_workspace(gate_dtype, gates, swept):
     chunks outside tier 1 need."""
     plan = full_plan(backward=True, gate_dtype=gate_dtype, batch_invariant=not swept)
     heads = 32 * 2048 * 4
-    keys, tiers = heads * 128 * 4, heads // 64 * 16
+    keys, tiers = heads * 128 * 4, heads // 64 * TIERS
     states = heads // 64 * 128 * 256 * 2
     assert plan["state_bytes"] > 0
     assert plan["state_bytes"] == states * (1 if swept else 2)
@@ -155,7 +156,7 @@ def test_cuda_fused_backward_without_operands():
     """Chunks outside tier 1 have a kernel of their own, and A between it and the gradients."""
     plan = full_plan(K=64, backward=True)
     heads = 32 * 2048 * 4
-    keys, scores, tiers = heads * 64 * 4, heads * 64 * 2, heads // 64 * 16
+    keys, scores, tiers = heads * 64 * 4, heads * 64 * 2, heads // 64 * TIERS
     assert (plan["path"], reads_prepared(plan), len(plan["kernels"])) == ("fused", False, 3)
     assert plan["workspace_bytes"] == tiers + plan["state_bytes"] + scores + 3 * keys
 
@@ -168,7 +169,7 @@ def test_cuda_fused_backward_of_narrow_heads(swept):
     states, keys = heads // 64 * 64 * 56 * 2, heads * 64 * 4
     assert (sweeps_gradients(plan), len(plan["kernels"])) == (swept, 3)
     assert plan["state_bytes"] == states * (1 if swept else 2)
-    tiers, scores = heads // 64 * 8, heads * 64 * 2
+    tiers, scores = heads // 64 * TIERS, heads * 64 * 2
     assert plan["workspace_bytes"] == tiers + plan["state_bytes"] + scores + 3 * keys
 
 

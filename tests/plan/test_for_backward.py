@@ -1,7 +1,7 @@
 """Plans of what forward on CUDA keeps for backward."""
 
 import pytest
-from plans import BATCH, full_plan, reads_prepared, sweeps_gradients
+from plans import BATCH, TIERS, full_plan, reads_prepared, sweeps_gradients
 
 
 def alone_and_kept(change):
@@ -82,7 +82,7 @@ def test_what_forward_keeps_of_packed_sequences(V, states):
         changed = {name for name in alone if kept[name] != alone[name]}
         assert changed == {"kernels", "for_backward_bytes", "workspace_bytes"}
     count = 4 * 2 * ((1024 + 32 + 1) // forward["segment_chunks"])
-    tiers = 8 * 4 * (1024 + 32 + 1)
+    tiers = TIERS * 4 * (1024 + 32 + 1)
     less = forward["workspace_bytes"] - kept_forward["workspace_bytes"]
     assert 0 <= less - tiers - states * count * 128 * V * 4 < 1024  # rounding of parts
     assert backward["workspace_bytes"] - kept_backward["workspace_bytes"] == size
@@ -104,9 +104,9 @@ def test_what_is_kept_grows_with_tokens(K, each):
         full_plan(K=K, B=1, T=T, for_backward=True)["for_backward_bytes"]
         for T in (64 * 64, 96 * 64)
     ]
-    assert sizes[1] - sizes[0] >= 32 * 4 * (each + 8)
+    assert sizes[1] - sizes[0] >= 32 * 4 * (each + TIERS)
     if K == 256:  # the two passes do not cut alike
-        assert sizes[1] - sizes[0] == 32 * 4 * (each + 8)
+        assert sizes[1] - sizes[0] == 32 * 4 * (each + TIERS)
 
 
 @pytest.mark.parametrize(

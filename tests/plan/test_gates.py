@@ -1,7 +1,7 @@
 """Plans on CUDA of calls with gates on values, or without gates on keys."""
 
 import pytest
-from plans import by_pass, cuda_plan, steps_plan
+from plans import TIERS, by_pass, cuda_plan, steps_plan
 
 
 def gated_plan(**change):
@@ -11,7 +11,7 @@ def gated_plan(**change):
 @pytest.mark.parametrize("dtype, each, cumsums", [("bfloat16", 2, 1), ("float32", 4, 2)])
 def test_cuda_value_gates_take_workspace(dtype, each, cumsums):
     heads = 4 * 2048 * 4
-    values, tiers = heads * 128, heads // 64 * 8
+    values, tiers = heads * 128, heads // 64 * TIERS
     added = [
         gated_plan(dtype=dtype, backward=b)["workspace_bytes"]
         - steps_plan(dtype=dtype, backward=b)["workspace_bytes"]

@@ -5,6 +5,7 @@ import random
 import pytest
 from plans import (
     BATCH,
+    TIERS,
     by_pass,
     cluster_items,
     cuda_plan,
@@ -251,7 +252,7 @@ def test_cuda_packed_sequences_gate_in_forward(change, gates, pieces):
         assert len(forward["kernels"]) == len(kept["kernels"]) == 6
         assert forward["segments"] > 0
         chunks, sizes = 65536 // 64 + shape["N"] + 1, BATCH | change
-        operands = prepared_bytes(4 * chunks, sizes["K"]) + 8 * 4 * chunks
+        operands = prepared_bytes(4 * chunks, sizes["K"]) + TIERS * 4 * chunks
         alike = forward["segments"] == backward["segments"]
         state = 4 * sizes["K"] * sizes["V"] * 4 * alike
         states = 2 * (65536 // 64 // forward["segment_chunks"])
