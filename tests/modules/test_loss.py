@@ -1,6 +1,7 @@
 """The loss of language models: values, gradients, and what autograd keeps for it."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -43,10 +44,12 @@ def both(loss, logits, labels, *args):
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
 )
-def test_value_and_gradient_are_torchs(dtype, count, device):
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+def test_value_and_gradient_are_torchs(fused, dtype, count, device):
     logits, labels = draw(dtype, device)
+    ours = partial(next_token_loss, fuse_cross_entropy=fused)
     (value, gradient), (expected, of_torch) = (
-        both(loss, logits, labels, count) for loss in (next_token_loss, by_torch)
+        both(loss, logits, labels, count) for loss in (ours, by_torch)
     )
     assert value.dtype == torch.promote_types(dtype, torch.float32) and gradient.dtype == dtype
     assert_close(value, expected, 1e-14 if dtype == torch.float64 else 1e-6)
