@@ -43,9 +43,9 @@ __global__ void __launch_bounds__(Tile::kThreads,
     forward_kernel(Recurrence p) {
   constexpr int kTokens = kOneToken ? 1 : kStageTokens<kK>;
   __shared__ __align__(16) Stage<Tile, kK, kValueGates, kTokens> s;
-  const int value_blocks = blocks_of(p.V, kValues<kK>);
+  const int value_blocks = blocks_of(p.V, Tile::kValues);
   const Run run = find_run(p, blockIdx.x / value_blocks);
-  const int first_value = static_cast<int>(blockIdx.x % value_blocks) * kValues<kK>;
+  const int first_value = static_cast<int>(blockIdx.x % value_blocks) * Tile::kValues;
   if (run.length < p.least_tokens || run.length > p.most_tokens) return;
   if (run.state < 0) {
     if (p.o.data != nullptr)
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(Tile::kThreads,
     if (run.length == 0) {
       load_state<State, Tile, kAccess>(p, from, first_value, tile);
     } else {
-      const TokenBits<Tile::kThreads, kK, kValues<kK>> token(p, run, first_value);
+      const TokenBits<Tile::kThreads, kK, Tile::kValues> token(p, run, first_value);
       load_state<State, Tile, kAccess>(p, from, first_value, tile);
       token.store(p, s.tokens);
       s.run(p, run, 0, static_cast<int>(run.length), first_value, tile);
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(Tile::kThreads,
 
 template <class State, class Tile, int kK, Access kAccess, bool kValueGates>
 void launch_forward(const Recurrence& p, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(count_runs(p) * blocks_of(p.V, kValues<kK>));
+  const auto blocks = static_cast<unsigned>(count_runs(p) * blocks_of(p.V, Tile::kValues));
   if constexpr (sizeof(State) == 4) {
     if (p.T == 1 || p.most_tokens <= 1) {
       forward_kernel<State, Tile, kK, kAccess, kValueGates, true>
@@ -110,7 +110,7 @@ void launch_forward(const Recurrence& p, cudaStream_t stream) {
 
 template <class State, class Tile, int kK>
 void launch_forward(const Recurrence& p, cudaStream_t stream) {
-  if (p.state_aligned && p.K == kK)
+  if (p.state_aligned)
     launch_forward<State, Tile, kK, Access::kFast>(p, stream);
   else
     launch_forward<State, Tile, kK, Access::kGeneral>(p, stream);

@@ -85,10 +85,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 512 / Tile::kThreads)
     low_rank_step_kernel(const __grid_constant__ Recurrence p,
                          const __grid_constant__ LowRankGate gate) {
   __shared__ __align__(16) Stage<Tile, kK, false, 1> s;
-  const int value_blocks = blocks_of(p.V, kValues<kK>);
+  const int value_blocks = blocks_of(p.V, Tile::kValues);
   sm90::release_next_kernel();
   const Run run = find_run(p, blockIdx.x / value_blocks);
-  const int first_value = static_cast<int>(blockIdx.x % value_blocks) * kValues<kK>;
+  const int first_value = static_cast<int>(blockIdx.x % value_blocks) * Tile::kValues;
   if (run.state < 0) {
     sm90::await_previous_kernel();
     store_outputs<Tile, kK>(p, run, 0, 1, first_value, [](int, int) { return 0.f; });
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 512 / Tile::kThreads)
   load_state<float, Tile, kAccess>(p, state_at<float>(p, matrix), first_value, tile);
   sm90::await_previous_kernel();
   gates.load_h(gate, run);
-  const TokenBits<Tile::kThreads, kK, kValues<kK>> token(p, run, first_value);
+  const TokenBits<Tile::kThreads, kK, Tile::kValues> token(p, run, first_value);
   token.store(p, s.tokens);
   gates.store(p, gate, run, s.tokens.a[0]);
   s.run(p, run, 0, 1, first_value, tile);
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 512 / Tile::kThreads)
 template <class Tile, int kK, Access kAccess, class T>
 void launch_step(const Recurrence& p, const LowRankGate& gate, cudaStream_t stream) {
   const auto kernel = low_rank_step_kernel<Tile, kK, kAccess, T>;
-  const int64_t blocks = count_runs(p) * blocks_of(p.V, kValues<kK>);
+  const int64_t blocks = count_runs(p) * blocks_of(p.V, Tile::kValues);
   if (gate.overlaps)
     sm90::launch_dependent(kernel, blocks, Tile::kThreads, 0, stream, p, gate);
   else
@@ -121,7 +121,7 @@ template <class Tile, int kK>
 void launch_step(const Recurrence& p, const LowRankGate& gate, cudaStream_t stream) {
   const auto with = [&](auto type) {
     using T = typename decltype(type)::type;
-    if (p.state_aligned && p.K == kK)
+    if (p.state_aligned)
       launch_step<Tile, kK, Access::kFast, T>(p, gate, stream);
     else
       launch_step<Tile, kK, Access::kGeneral, T>(p, gate, stream);

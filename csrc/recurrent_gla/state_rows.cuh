@@ -7,10 +7,6 @@
 namespace gla_ext::cuda {
 namespace recurrent {
 
-template <int kK>
-constexpr int kValues = kK > 512 ? 16 : kTileElements / kK;  // values of a block
-template <int kK>
-constexpr int kTileThreads = kK * kValues<kK> / 32;  // 32 elements of the state each
 // Tokens in shared memory at a time, so that 1,024 threads fit on a multiprocessor.
 template <int kK>
 constexpr int kStageTokens = kK == 64 ? 4 : 2048 / (kK > 256 ? kK : 256);
@@ -34,8 +30,9 @@ __device__ __forceinline__ void store4(State* p, const float (&x)[4], int valid)
 // is summed over threads of several warps.
 template <int kK>
 struct KeyRows {
-  static constexpr int kThreads = kTileThreads<kK>, kRows = 8;
-  static constexpr int kFours = kValues<kK> / 4, kGroups = kThreads / kFours;
+  static constexpr int kValues = (kK > 256 ? 2 : 1) * kTileElements / kK;
+  static constexpr int kRows = 8, kThreads = kK * kValues / (4 * kRows);
+  static constexpr int kFours = kValues / 4, kGroups = kThreads / kFours;
   static constexpr int kSums = kThreads / 32;  // sums that make up an o
   static constexpr int kResident = 1024;  // threads a multiprocessor, as many as registers allow
   float S[kRows][4];
@@ -45,15 +42,14 @@ struct KeyRows {
     return i * kGroups + static_cast<int>(threadIdx.x) / kFours;
   }
   // Calls f(the four numbers, their offset in the matrix, how many of them exist).
-  template <Access kAccess, class F>
+  template <class F>
   __device__ __forceinline__ void for_fours(const Recurrence& p, int first_value, F&& f) {
     const int v = first_value + value();
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      f(S[i], key(i) * p.V + v, kAccess == Access::kFast || key(i) < p.K ? p.V - v : 0);
+    for (int i = 0; i < kRows; ++i) f(S[i], key(i) * p.V + v, key(i) < p.K ? p.V - v : 0);
   }
   template <bool kValueGates, class Tokens>
-  __device__ __forceinline__ void step(const Tokens& s, int t, float (*s_o)[kValues<kK>]) {
+  __device__ __forceinline__ void step(const Tokens& s, int t, float (*s_o)[kValues]) {
     const float4 v = *reinterpret_cast<const float4*>(&s.v[t][value()]);
     const float4 b = *reinterpret_cast<const float4*>(&s.b[t][value()]);
     const float vs[4]{v.x, v.y, v.z, v.w}, bs[4]{b.x, b.y, b.z, b.w};
@@ -81,22 +77,23 @@ struct KeyRows {
 // over neighbouring lanes.
 template <int kK>
 struct ValueRows {
-  static constexpr int kThreads = kTileThreads<kK>, kRows = 8;
-  static constexpr int kLanes = kThreads / kValues<kK>, kSums = 1, kResident = 512;
+  static constexpr int kValues = (kK > 512 ? 2 : 1) * kTileElements / kK;
+  static constexpr int kRows = 8, kThreads = kK * kValues / (4 * kRows);
+  static constexpr int kLanes = kThreads / kValues, kSums = 1, kResident = 512;
   float S[kRows][4];
 
   __device__ __forceinline__ static int value() { return static_cast<int>(threadIdx.x) / kLanes; }
   __device__ __forceinline__ static int key(int i) {
     return (i * kLanes + static_cast<int>(threadIdx.x) % kLanes) * 4;
   }
-  template <Access kAccess, class F>
+  template <class F>
   __device__ __forceinline__ void for_fours(const Recurrence& p, int first_value, F&& f) {
-    const int v = first_value + value(), K = kAccess == Access::kFast ? kK : p.K;
+    const int v = first_value + value();
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) f(S[i], v * K + key(i), v < p.V ? K - key(i) : 0);
+    for (int i = 0; i < kRows; ++i) f(S[i], v * p.K + key(i), v < p.V ? p.K - key(i) : 0);
   }
   template <bool kValueGates, class Tokens>
-  __device__ __forceinline__ void step(const Tokens& s, int t, float (*s_o)[kValues<kK>]) {
+  __device__ __forceinline__ void step(const Tokens& s, int t, float (*s_o)[kValues]) {
     const float v = s.v[t][value()], b = s.b[t][value()];
     float o = 0;
 #pragma unroll
@@ -122,8 +119,8 @@ template <class Tile, int kK, class F>
 __device__ __forceinline__ void store_outputs(const Recurrence& p, const Run& run, int64_t first,
                                               int count, int first_value, F&& o) {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < count * kValues<kK>; i += Tile::kThreads) {
-    const int t = i / kValues<kK>, j = i % kValues<kK>, value = first_value + j;
+  for (int i = threadIdx.x; i < count * Tile::kValues; i += Tile::kThreads) {
+    const int t = i / Tile::kValues, j = i % Tile::kValues, value = first_value + j;
     if (value < p.V)
       store_any(p.o.data, p.o.dtype, row_offset(p, p.o, run, first + t) + value, o(t, j));
   }
@@ -139,8 +136,8 @@ __device__ __forceinline__ float sum_of(const float (&o)[Tile::kSums][kValues], 
 
 template <class Tile, int kK, bool kValueGates, int kTokens>
 struct Stage {
-  Operands<kTokens, kK, kValues<kK>, false> tokens;
-  alignas(16) float o[kTokens][Tile::kSums][kValues<kK>];
+  Operands<kTokens, kK, Tile::kValues, false> tokens;
+  alignas(16) float o[kTokens][Tile::kSums][Tile::kValues];
 
   // Processes the next `count` tokens, which must be in `tokens`.
   __device__ __forceinline__ void run(const Recurrence& p, const Run& run, int64_t first, int count,
@@ -163,19 +160,18 @@ __device__ __forceinline__ const State* state_at(const Recurrence& p, int64_t ma
 template <class State, class Tile, Access kAccess>
 __device__ __forceinline__ void load_state(const Recurrence& p, const State* from, int first_value,
                                            Tile& tile) {
-  tile.template for_fours<kAccess>(p, first_value, [&](float (&x)[4], int offset, int valid) {
+  tile.for_fours(p, first_value, [&](float (&x)[4], int offset, int valid) {
     load4<kAccess>(x, from + offset, from != nullptr ? valid : 0);
   });
 }
 template <class State, class Tile, Access kAccess>
 __device__ __forceinline__ void unpack_state(const Recurrence& p, int first_value, Tile& tile) {
-  tile.template for_fours<kAccess>(p, first_value,
-                                   [&](float (&x)[4], int, int) { unpack4<kAccess, State>(x); });
+  tile.for_fours(p, first_value, [&](float (&x)[4], int, int) { unpack4<kAccess, State>(x); });
 }
 template <class State, class Tile, Access kAccess>
 __device__ __forceinline__ void store_state(const Recurrence& p, int64_t matrix, int first_value,
                                             Tile& tile) {
-  tile.template for_fours<kAccess>(p, first_value, [&](float (&x)[4], int offset, int valid) {
+  tile.for_fours(p, first_value, [&](float (&x)[4], int offset, int valid) {
     store4<kAccess>(static_cast<State*>(p.state_out) + matrix + offset, x, valid);
   });
 }
