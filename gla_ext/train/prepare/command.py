@@ -1,0 +1,214 @@
+"""The command line of `python -m gla_ext.train.prepare`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from gla_ext.train.loop import Interrupted, StopSignals
+from gla_ext.train.prepare.filling import Split, fill
+from gla_ext.train.prepare.readers import Reader
+from gla_ext.train.prepare.sources import Place, measure
+from gla_ext.train.prepare.vocabulary import train_tokenizer
+from gla_ext.train.prepare.writer import Writer
+from gla_ext.train.run_folder import held
+from gla_ext.train.tokens.folder import MANIFEST, TOKENIZER
+from gla_ext.train.tokens.tokenizer import Tokenizer, byte_tokenizer, read_tokenizer
+
+PROGRAM = "python -m gla_ext.train.prepare"
+MAX_SHARD = 1_000_000_000
+_MOST_TOLD = 10  # sentences about what is left out; the rest is only counted
+_BYTES = "bytes"
+
+
+def command_line() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="makes a corpus of tokens from text, for --data of python -m gla_ext.train.",
+        allow_abbrev=False,
+    )
+
+    def add(flag: str, text: str, shown: str | None = None, **kwargs: Any) -> None:
+        default = kwargs.get("default") if shown is None else shown
+        parser.add_argument(flag, help=f"{text} (default: {default})", **kwargs)
+
+    sources = (
+        "text files, JSON lines (.jsonl, .ndjson, .json), both also with .gz or .zst, parquet, "
+        "folders of them, or folders that datasets' save_to_disk wrote"
+    )
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help=sources)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the corpus")
+    which = parser.add_mutually_exclusive_group(required=True)
+    told = "tokenizer.json, or a folder that holds it; 'bytes' makes every byte a token"
+    which.add_argument("--tokenizer", metavar="FOLDER_OR_FILE", help=told)
+    told = "make a tokenizer of so many tokens from the text: byte-level BPE"
+    which.add_argument("--train-tokenizer", type=int, metavar="TOKENS", help=told)
+    add(
+        "--document-start",
+        "token before each document",
+        "the tokenizer's bos_token, or else its eos_token",
+        metavar="TOKEN",
+    )
+    add("--column", "key or column with a document's text", default="text")
+    told = "text between the documents of a text file; \\n is a line's end"
+    add("--delimiter", told, "none: a file is a document", type=_unescaped)
+    told = "share of the documents that are held out, by a hash of their text"
+    add("--held-out", told, "0.005", type=float)
+    told = "sources that are held out instead; of the others all is trained on"
+    add("--held-out-files", told, "none", nargs="+", metavar="SOURCE", default=[])
+    add("--skip-not-utf8", "leave out text files in another encoding", "no", action="store_true")
+    add("--workers", "processes that make tokens", "one a core", type=int)
+    add("--shard-bytes", "largest shard", type=int, default=MAX_SHARD)
+    return parser
+
+
+def _unescaped(text: str) -> str:
+    return text.replace("\\n", "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns its exit status (128 + the signal's number if stopped)."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = command_line().parse_args(argv)
+    with StopSignals() as signals:
+        try:
+            _check(options)
+            with held(options.out):
+                prepare(options, signals)
+        except Interrupted:
+            command = [sys.executable, "-m", "gla_ext.train.prepare", *argv]
+            print(f"Stopped. To go on: {shlex.join(command)}")
+            return 128 + signals.number
+        except (OSError, ValueError, ImportError) as error:
+            print(f"gla_ext.train.prepare: {error}", file=sys.stderr)
+            return 2
+    return 0
+
+
+def prepare(options: argparse.Namespace, signals: StopSignals) -> None:
+    """Makes the corpus, or what is left of it; raises Interrupted when a signal came."""
+    tokenizer = _given_tokenizer(options)
+    paths = [os.path.realpath(path) for path in options.sources]
+    held_out = [os.path.realpath(path) for path in options.held_out_files]
+    digest, count, size = measure(paths)
+    held_out_digest, _, held_out_size = measure(held_out)
+    fraction = 0.0 if held_out else options.held_out
+    settings = {
+        "SOURCE": digest,
+        "--tokenizer": tokenizer.digest if tokenizer else None,
+        "--train-tokenizer": options.train_tokenizer,
+        "--column": options.column,
+        "--delimiter": options.delimiter,
+        "--held-out": fraction,
+        "--held-out-files": held_out_digest,
+        "--skip-not-utf8": options.skip_not_utf8,
+        "--shard-bytes": options.shard_bytes,
+    }
+    writer = Writer(options.out, settings)
+    if writer.is_whole:
+        print(f"{options.out} is prepared already, from these sources")
+        return
+
+    def reader(place: Place) -> Reader:
+        given = (options.column, options.delimiter, options.skip_not_utf8)
+        return Reader([*paths, *held_out], place, *given, _Teller())
+
+    split = Split(fraction, count)
+    folder = options.out / TOKENIZER
+    if tokenizer is not None:
+        tokenizer.save(folder)
+    elif (folder / "tokenizer.json").exists():
+        tokenizer = read_tokenizer(folder)
+    else:
+        total = size + held_out_size
+        begin = reader(Place())
+        tokenizer = train_tokenizer(options.train_tokenizer, begin, split, total, signals.check)
+        tokenizer.save(folder)
+    print(f"Tokenizer: {tokenizer.vocab_size:,} tokens, {tokenizer.start!r} before each document")
+    writer.begin("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32", options.shard_bytes)
+    if writer.place != Place():
+        print(f"Going on behind {sum(x.tokens for x in writer.parts.values()):,} tokens")
+    try:
+        left = reader(writer.place)
+        fill(writer, left, split, tokenizer, options.workers, size + held_out_size, signals)
+        _check_parts(writer, options)
+    except BaseException:
+        writer.back()
+        raise
+    _report(writer.finish(tokenizer), options.out)
+
+
+def _given_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
+    if options.tokenizer is None:
+        return None
+    if options.tokenizer == _BYTES and not Path(_BYTES).exists():
+        return byte_tokenizer()
+    return read_tokenizer(options.tokenizer, options.document_start)
+
+
+class _Teller:
+    """Prints what is left out, the first few times."""
+
+    def __init__(self) -> None:
+        self.told = 0
+
+    def __call__(self, sentence: str) -> None:
+        from tqdm import tqdm
+
+        self.told += 1
+        if self.told <= _MOST_TOLD:
+            tqdm.write(f"gla_ext.train.prepare: {sentence}", file=sys.stderr)
+        if self.told == _MOST_TOLD:
+            tqdm.write("gla_ext.train.prepare: more is only counted", file=sys.stderr)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Fills in defaults and raises ValueError for options out of range."""
+    if options.held_out is not None and options.held_out_files:
+        raise ValueError("expected --held-out or --held-out-files, got both")
+    options.held_out = 0.005 if options.held_out is None else options.held_out
+    options.workers = options.workers or len(os.sched_getaffinity(0))
+    ranges = (
+        ("--held-out", options.held_out, 0, 1),
+        ("--workers", options.workers, 1, 1024),
+        ("--shard-bytes", options.shard_bytes, 4, MAX_SHARD),
+        ("--train-tokenizer", options.train_tokenizer or 257, 257, 1 << 24),
+    )
+    for flag, value, least, most in ranges:
+        if not least <= value <= most:
+            raise ValueError(f"expected {flag} to be from {least} to {most}, got {value}")
+
+
+def _check_parts(writer: Writer, options: argparse.Namespace) -> None:
+    train, held_out = writer.parts.values()
+    broken = f"; {writer.place.broken} broken ones were left out" if writer.place.broken else ""
+    if not train.documents + held_out.documents:
+        raise ValueError(f"expected documents in the sources, got none{broken}")
+    if not train.documents:
+        raise ValueError(
+            f"expected documents to train on, got {held_out.documents}, all held out; a smaller "
+            "--held-out leaves some"
+        )
+    if not held_out.documents:
+        raise ValueError(
+            f"expected documents that are held out, got none of {train.documents:,}; a larger "
+            "--held-out takes some, --held-out-files names files of your own"
+        )
+
+
+def _report(manifest: dict[str, Any], out: Path) -> None:
+    for name, what in (("train", "to train on"), ("held_out", "held out")):
+        part = manifest[name]
+        print(
+            f"{part['documents']:,} documents {what}: {part['tokens']:,} tokens, "
+            f"{part['bytes']:,} bytes, {len(part['shards'])} shards"
+        )
+    left = manifest["left_out"]
+    if any(left.values()):
+        print(f"Left out: {left['broken']:,} broken lines, {left['not_text']:,} files not text")
+    print(f"Wrote {out}: {MANIFEST}, digest {manifest['digest'][:12]}")

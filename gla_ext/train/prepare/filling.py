@@ -1,0 +1,196 @@
+"""Fills a corpus: this process reads and writes in order, others make tokens of text."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gla_ext.train.loop import StopSignals
+from gla_ext.train.prepare.readers import PIECE, Piece, Reader
+from gla_ext.train.prepare.sources import Place
+from gla_ext.train.prepare.writer import Encoded, Writer
+from gla_ext.train.tokens.folder import PARTS
+from gla_ext.train.tokens.tokenizer import Tokenizer
+
+COMMIT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which documents are held out.
+
+    fraction: the share of documents, by a hash of their text (of the first piece of a long one).
+    first: number of the first source that is held out as a whole.
+    """
+
+    fraction: float
+    first: int
+
+    def parts(self, reader: Reader) -> Iterator[tuple[Piece, str]]:
+        """The pieces, and the part that each belongs to."""
+        part = reader.place.inside
+        for piece in reader:
+            if piece.begins:
+                part = PARTS[self._is_held_out(piece.text, reader.place.source)]
+            yield piece, part
+
+    def _is_held_out(self, text: str, source: int) -> bool:
+        if source >= self.first:
+            return True
+        digest = hashlib.sha256(text.encode()).digest()
+        return int.from_bytes(digest[:8], "big") < self.fraction * 2**64
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Pieces that are made tokens at once.
+
+    pieces: text, whether a document begins with it, and its part.
+    after, read: those of the last piece.
+    """
+
+    pieces: list[tuple[str, bool, str]]
+    after: Place | None
+    read: int
+
+
+def fill(
+    writer: Writer,
+    reader: Reader,
+    split: Split,
+    tokenizer: Tokenizer,
+    workers: int,
+    size: int,
+    signals: StopSignals,
+) -> None:
+    """Writes all that is left of the sources, and commits.
+
+    Args:
+        writer: after `begin`.
+        reader: at the writer's place.
+        split: which documents are held out.
+        tokenizer: makes tokens.
+        workers: processes that do so; the result does not depend on it.
+        size: bytes of all sources on the disk.
+        signals: are looked at from batch to batch.
+
+    Raises:
+        Interrupted: when a signal came; all up to some document is committed.
+        OSError, ValueError, ImportError: of reading and writing; the corpus is as of the last
+            commit.
+    """
+    from tqdm import tqdm
+
+    dtype, place, committed = writer.parts["train"].dtype, writer.place, time.monotonic()
+    waiting, first = deque(), sum(part.tokens for part in writer.parts.values())
+    interval = 0.5 if sys.stderr.isatty() else 10.0
+    start = time.monotonic()
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("fork"), _start, (tokenizer, dtype)
+    )
+    with (
+        pool,
+        tqdm(total=size, desc="prepare", unit="B", unit_scale=True, mininterval=interval) as bar,
+    ):
+
+        def write_one() -> None:
+            nonlocal place, committed
+            batch, future = waiting.popleft()
+            for name, new in future.result().items():
+                writer.parts[name].append(new)
+            place = batch.after
+            now = time.monotonic()
+            if place is not None and now - committed >= COMMIT_SECONDS:
+                writer.commit(place)
+                committed = now
+            tokens = sum(part.tokens for part in writer.parts.values()) - first
+            bar.set_postfix_str(f"{tokens / (now - start):,.0f} tokens/s", refresh=False)
+            bar.update(batch.read - bar.n)
+
+        try:
+            for batch in _batches(split.parts(reader)):
+                waiting.append((batch, pool.submit(_encode, batch.pieces)))
+                if len(waiting) > 2 * workers:
+                    write_one()
+                if signals.stopped():
+                    if place is not None:
+                        writer.commit(place)
+                    signals.check()
+            while waiting:
+                write_one()
+            writer.commit(reader.place)
+            bar.update(size - bar.n)
+        except BrokenProcessPool as error:
+            raise ValueError(
+                "expected every process to live on, got one that was killed, perhaps for its "
+                "memory; the same command goes on, with fewer --workers"
+            ) from error
+
+
+def _batches(pieces: Iterator[tuple[Piece, str]]) -> Iterator[Batch]:
+    """Pieces in batches of about PIECE characters."""
+    taken, count, piece = [], 0, None
+
+    def batch() -> Batch:
+        after = piece.after
+        if after is not None and not piece.ends:
+            after = replace(after, inside=part)
+        return Batch(taken, after, piece.read)
+
+    for piece, part in pieces:
+        taken.append((piece.text, piece.begins, part))
+        count += len(piece.text)
+        if count >= PIECE:
+            yield batch()
+            taken, count = [], 0
+    if taken:
+        yield batch()
+
+
+_tokenizer: Tokenizer
+_dtype: np.dtype
+
+
+def _start(tokenizer: Tokenizer, dtype: np.dtype) -> None:
+    """Begins a process that makes tokens; it ends with the one that began it."""
+    global _tokenizer, _dtype
+    _tokenizer, _dtype = tokenizer, dtype
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, for the first process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def end() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
+def _encode(pieces: list[tuple[str, bool, str]]) -> dict[str, Encoded]:
+    """The tokens of a batch, by part."""
+    rows, encoded = _tokenizer.encode([text for text, _, _ in pieces]), {}
+    start = [_tokenizer.document_start]
+    for name in {part for _, _, part in pieces}:
+        tokens, starts, count, size = [], [], 0, 0
+        for (text, begins, part), row in zip(pieces, rows, strict=True):
+            if part != name:
+                continue
+            if begins:
+                starts.append(count)
+            tokens.append(np.array(start * begins + row, _dtype))
+            count += len(tokens[-1])
+            size += len(text.encode())
+        encoded[name] = Encoded(np.concatenate(tokens), np.array(starts, np.int64), size)
+    return encoded

@@ -1,0 +1,244 @@
+"""Writes a corpus so that it can be gone on with after a stop at any moment.
+
+Tokens are appended to the shards. From time to time they are flushed to the disk, and progress.json
+is replaced: it says how long every file is and how far the sources are read. What lies beyond that
+is cut off when the corpus is opened again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from gla_ext.model.files import write_text
+from gla_ext.train.prepare.sources import Place
+from gla_ext.train.tokens.folder import FORMAT, MANIFEST, PARTS, PROGRESS
+from gla_ext.train.tokens.tokenizer import Tokenizer
+
+
+@dataclass
+class Encoded:
+    """Documents of one part, as tokens.
+
+    tokens: of the corpus's dtype `[n]`. starts: int64, where in them documents start.
+    bytes: of their text.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    bytes: int
+
+
+@dataclass
+class Part:
+    """A part of a corpus that is being written.
+
+    folder, name: where, and 'train' or 'held_out'.
+    dtype: of the tokens. shard_tokens: most tokens of a shard.
+    tokens, documents, bytes: how many are written.
+    digests: hex digests of the shards that are full.
+    """
+
+    folder: Path
+    name: str
+    dtype: np.dtype
+    shard_tokens: int
+    tokens: int = 0
+    documents: int = 0
+    bytes: int = 0
+    digests: list[str] = field(default_factory=list)
+    _files: list[BinaryIO] = field(default_factory=list)  # the shard and the index
+
+    def append(self, new: Encoded) -> None:
+        """Appends documents, or the continuation of the last one."""
+        self._write(self._open()[1], (new.starts + self.tokens).astype("<i8"))
+        done = 0
+        while done < len(new.tokens):
+            room = self.shard_tokens - self.tokens % self.shard_tokens
+            piece = new.tokens[done : done + room]
+            self._write(self._open()[0], piece)
+            self.tokens += len(piece)
+            done += len(piece)
+            if len(piece) == room:
+                self.close()
+                self.digests.append(_digest(self.shard(len(self.digests))))
+        self.documents += len(new.starts)
+        self.bytes += new.bytes
+
+    def shard(self, number: int) -> Path:
+        return self.folder / f"{self.name}-{number:05}.bin"
+
+    @property
+    def index(self) -> Path:
+        return self.folder / f"{self.name}.idx"
+
+    def _open(self) -> list[BinaryIO]:
+        if not self._files:
+            paths = (self.shard(len(self.digests)), self.index)
+            self._files = [path.open("ab") for path in paths]
+        return self._files
+
+    def _write(self, file: BinaryIO, numbers: np.ndarray) -> None:
+        file.write(memoryview(numbers).cast("B"))
+
+    def flush(self) -> None:
+        """Waits until all is on the disk."""
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        self.flush()
+        for file in self._files:
+            file.close()
+        self._files = []
+
+    def numbers(self) -> dict[str, Any]:
+        """What progress.json says of the part."""
+        numbers = {name: getattr(self, name) for name in ("tokens", "documents", "bytes")}
+        return numbers | {"digests": list(self.digests)}
+
+    def restore(self, numbers: dict[str, Any]) -> None:
+        """Goes back to an earlier state, of `numbers`: cuts the files."""
+        for file in self._files:
+            with contextlib.suppress(OSError):  # of a full disk
+                file.close()
+        self._files = []
+        vars(self).update(numbers)
+        self.digests = list(self.digests)
+        for path in self.folder.glob(f"{self.name}-*.bin"):
+            number = int(path.stem.rpartition("-")[2])
+            left = self.tokens - number * self.shard_tokens
+            if left <= 0:
+                path.unlink()
+            else:
+                _cut(path, min(left, self.shard_tokens) * self.dtype.itemsize)
+        if self.index.exists():
+            _cut(self.index, self.documents * 8)
+
+    def finish(self) -> dict[str, Any]:
+        """Closes the part; returns its entry in corpus.json."""
+        self.close()
+        if self.tokens % self.shard_tokens:
+            self.digests.append(_digest(self.shard(len(self.digests))))
+        sizes = [
+            min(self.shard_tokens, self.tokens - n * self.shard_tokens)
+            for n in range(len(self.digests))
+        ]
+        shards = [
+            {"name": self.shard(n).name, "tokens": size, "sha256": digest}
+            for n, (size, digest) in enumerate(zip(sizes, self.digests, strict=True))
+        ]
+        return {
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "bytes": self.bytes,
+            "index_sha256": _digest(self.index),
+            "shards": shards,
+        }
+
+
+class Writer:
+    """A corpus that is being written.
+
+    Args:
+        folder: where; locked by this process.
+        settings: all that decides what is written, by the flags' names.
+
+    Attributes:
+        place: how far the sources are read, as of the last `commit`.
+        parts: the parts, after `begin`.
+        is_whole: whether the corpus was finished before.
+
+    Raises:
+        ValueError: if something else is there, or a corpus of other settings.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.folder, self.settings = folder, settings
+        self.place, self.parts = Place(), {}
+        self._numbers: dict[str, Any] | None = None
+        self.is_whole = (folder / MANIFEST).exists()
+        path = folder / (MANIFEST if self.is_whole else PROGRESS)
+        if not path.exists():
+            if found := sorted(x.name for x in folder.iterdir() if x.name[0] != "."):
+                raise ValueError(
+                    f"expected --out to be a new or empty folder, got {folder} with {found[0]}"
+                )
+            self._save()
+            return
+        state = json.loads(path.read_text(encoding="utf-8"))
+        for flag, value in settings.items():
+            if state["settings"][flag] != value:
+                raise ValueError(
+                    f"expected {flag} to be as when {folder} was begun, got another; the same "
+                    "command goes on with it, another --out begins anew"
+                )
+        if not self.is_whole:
+            self.place, self._numbers = Place(**state["place"]), state["parts"]
+
+    def begin(self, dtype: str, shard_bytes: int) -> None:
+        """Opens the parts where the last commit left them."""
+        stored = np.dtype(dtype).newbyteorder("<")
+        for name in PARTS:
+            self.parts[name] = Part(self.folder, name, stored, shard_bytes // stored.itemsize)
+        self.back()
+
+    def commit(self, place: Place) -> None:
+        """From here on a stop loses nothing up to the place."""
+        for part in self.parts.values():
+            part.flush()
+        self.place = place
+        self._numbers = {name: part.numbers() for name, part in self.parts.items()}
+        self._save()
+
+    def back(self) -> None:
+        """Cuts off what was written since the last commit."""
+        empty = {"tokens": 0, "documents": 0, "bytes": 0, "digests": []}
+        for name, part in self.parts.items():
+            part.restore((self._numbers or {}).get(name, empty))
+
+    def finish(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Makes the corpus whole; returns what is written to corpus.json."""
+        content = {
+            "format": FORMAT,
+            "dtype": self.parts["train"].dtype.name,
+            "tokenizer": {
+                "digest": tokenizer.digest,
+                "vocab_size": tokenizer.vocab_size,
+                "document_start": tokenizer.start,
+            },
+            **{name: part.finish() for name, part in self.parts.items()},
+        }
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        left_out = {"broken": self.place.broken, "not_text": self.place.not_text}
+        manifest = {"digest": digest, **content, "left_out": left_out, "settings": self.settings}
+        write_text(self.folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+        (self.folder / PROGRESS).unlink()
+        return manifest
+
+    def _save(self) -> None:
+        state = {"settings": self.settings, "place": asdict(self.place), "parts": self._numbers}
+        write_text(self.folder / PROGRESS, json.dumps(state) + "\n")
+
+
+def _cut(path: Path, size: int) -> None:
+    """Cuts a file to its size at the last commit, than which it can only be longer."""
+    if path.stat().st_size < size:
+        raise ValueError(
+            f"expected {path} to have {size:,} bytes, as {PROGRESS} says, got "
+            f"{path.stat().st_size:,}; another --out begins anew"
+        )
+    os.truncate(path, size)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

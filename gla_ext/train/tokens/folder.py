@@ -1,0 +1,142 @@
+"""The folder of a prepared corpus, which `python -m gla_ext.train.prepare` writes.
+
+    corpus.json             what is in it, written last: without it the folder is unfinished
+    train-00000.bin, ..     tokens of the documents to train on, in order; little endian, uint16 or
+                            uint32; a shard is cut at its size, not where a document ends
+    train.idx               where each document starts in these tokens; int64
+    held_out-00000.bin, ..  and held_out.idx: the same of the documents held out
+    tokenizer/              the tokenizer, as AutoTokenizer loads it
+
+A document is the token that starts documents, and then its text's tokens.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gla_ext.train.tokens.tokenizer import Tokenizer, read_tokenizer
+
+MANIFEST, PROGRESS, TOKENIZER = "corpus.json", "progress.json", "tokenizer"
+FORMAT = "gla_ext.train.prepare/1"
+PARTS = ("train", "held_out")
+_STARTS_AT_ONCE = 1 << 20  # documents
+
+
+class Stream:
+    """The tokens of a part, memory-mapped: its shards in a row.
+
+    Args:
+        folder: the corpus.
+        name: the part, 'train' or 'held_out'.
+        part: its entry in corpus.json.
+        dtype: the shards' dtype, 'uint16' or 'uint32'.
+
+    Raises:
+        ValueError: if a file is missing, or has another size than corpus.json says.
+    """
+
+    def __init__(self, folder: Path, name: str, part: dict[str, Any], dtype: str) -> None:
+        stored = np.dtype(dtype).newbyteorder("<")
+        counts = [shard["tokens"] for shard in part["shards"]]
+        self._ends = list(itertools.accumulate(counts, initial=0))
+        self._shards = [
+            _mapped(folder / shard["name"], stored, shard["tokens"]) for shard in part["shards"]
+        ]
+        self.starts = _mapped(folder / f"{name}.idx", np.dtype("<i8"), part["documents"])
+        self.bytes = part["bytes"]
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, where: slice) -> Tensor:
+        """Tokens from where.start up to where.stop: int64, on the CPU."""
+        start, stop, _ = where.indices(len(self))
+        read = np.empty(max(0, stop - start), np.int64)
+        shard, done = bisect.bisect_right(self._ends, start) - 1, 0
+        while done < len(read):
+            offset = start + done - self._ends[shard]
+            found = self._shards[shard][offset : offset + len(read) - done]
+            read[done : done + len(found)] = found
+            shard, done = shard + 1, done + len(found)
+        return torch.from_numpy(read)
+
+    def most_documents(self, seq_len: int) -> int:
+        """The largest number of documents in seq_len tokens in a row."""
+        most = 1
+        for first in range(0, len(self.starts), _STARTS_AT_ONCE):
+            ours = self.starts[first : first + _STARTS_AT_ONCE]
+            ends = np.searchsorted(self.starts, ours + seq_len)
+            most = max(most, int((ends - np.arange(first, first + len(ours))).max()))
+        return most + 1  # the one that goes on at the window's start
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A prepared corpus.
+
+    path, digest: where it is; hex digest of its tokens, documents and tokenizer.
+    train, held_out: its parts.
+    tokenizer: as in its folder.
+    """
+
+    path: Path
+    digest: str
+    train: Stream
+    held_out: Stream
+    tokenizer: Tokenizer
+
+
+def is_prepared(path: str | Path) -> bool:
+    """Whether a corpus is there, finished or not."""
+    return any((Path(path) / name).exists() for name in (MANIFEST, PROGRESS))
+
+
+def open_folder(path: str | Path) -> Folder:
+    """Opens a prepared corpus and checks the sizes of its files.
+
+    Raises:
+        ValueError: if it is not there, unfinished or cut short, or if the tokenizer beside it is
+            another one than that of its tokens.
+    """
+    path = Path(path)
+    if not (path / MANIFEST).exists():
+        found = "an unfinished one; the same command goes on with it"
+        raise ValueError(
+            f"expected {path} to be a corpus that 'python -m gla_ext.train.prepare' wrote, got "
+            + (found if (path / PROGRESS).exists() else f"no {MANIFEST} there")
+        )
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    if manifest.get("format") != FORMAT:
+        raise ValueError(
+            f"expected {path / MANIFEST} to be of the format {FORMAT}, got {manifest.get('format')}"
+        )
+    told = manifest["tokenizer"]
+    tokenizer = read_tokenizer(path / TOKENIZER, told["document_start"])
+    if tokenizer.digest != told["digest"]:
+        raise ValueError(
+            f"expected {path / TOKENIZER} to be the tokenizer of the shards "
+            f"({told['digest'][:12]}), got another one ({tokenizer.digest[:12]})"
+        )
+    parts = (Stream(path, name, manifest[name], manifest["dtype"]) for name in PARTS)
+    return Folder(path, manifest["digest"], *parts, tokenizer)
+
+
+def _mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    """A file of that many numbers, memory-mapped."""
+    size = path.stat().st_size if path.exists() else None
+    if size != count * dtype.itemsize:
+        got = "no file" if size is None else f"{size:,}"
+        raise ValueError(
+            f"expected {path} to have {count * dtype.itemsize:,} bytes, as {MANIFEST} says, got "
+            f"{got}; a copy that was cut short must be made again"
+        )
+    return np.memmap(path, dtype, "r") if count else np.empty(0, dtype)
