@@ -55,6 +55,10 @@ class Processes(Parallel):
     def size(self) -> int:
         return dist.get_world_size()
 
+    @property
+    def replicas(self) -> int:
+        return self.mesh["dp"].size()
+
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
         dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")

@@ -20,7 +20,8 @@ from gla_ext.model.files import remove_leftovers
 
 CHECKPOINT = "checkpoint.safetensors"
 METRICS, CURVE, SAMPLE = "metrics.json", "loss.png", "sample.txt"
-RESULTS = (MODEL_FILE, CONFIG_FILE, METRICS, CURVE, SAMPLE)
+TOKENIZER = ("tokenizer_config.json", "tokenizer.json")
+RESULTS = (MODEL_FILE, CONFIG_FILE, *TOKENIZER, METRICS, CURVE, SAMPLE)
 LOCK = ".gla_ext-train.lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 

@@ -32,27 +32,17 @@ _STARTS_AT_ONCE = 1 << 20  # documents
 
 
 class Stream:
-    """The tokens of a part, memory-mapped: its shards in a row.
+    """Tokens in shards, as if in a row.
 
     Args:
-        folder: the corpus.
-        name: the part, 'train' or 'held_out'.
-        part: its entry in corpus.json.
-        dtype: the shards' dtype, 'uint16' or 'uint32'.
-
-    Raises:
-        ValueError: if a file is missing, or has another size than corpus.json says.
+        shards: memory-mapped, uint16 or uint32.
+        starts: where documents start in the row, int64.
+        size: bytes of their text.
     """
 
-    def __init__(self, folder: Path, name: str, part: dict[str, Any], dtype: str) -> None:
-        stored = np.dtype(dtype).newbyteorder("<")
-        counts = [shard["tokens"] for shard in part["shards"]]
-        self._ends = list(itertools.accumulate(counts, initial=0))
-        self._shards = [
-            _mapped(folder / shard["name"], stored, shard["tokens"]) for shard in part["shards"]
-        ]
-        self.starts = _mapped(folder / f"{name}.idx", np.dtype("<i8"), part["documents"])
-        self.bytes = part["bytes"]
+    def __init__(self, shards: list[np.ndarray], starts: np.ndarray, size: int) -> None:
+        self.shards, self.starts, self.bytes = shards, starts, size
+        self._ends = list(itertools.accumulate(map(len, shards), initial=0))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -64,10 +54,18 @@ class Stream:
         shard, done = bisect.bisect_right(self._ends, start) - 1, 0
         while done < len(read):
             offset = start + done - self._ends[shard]
-            found = self._shards[shard][offset : offset + len(read) - done]
+            found = self.shards[shard][offset : offset + len(read) - done]
             read[done : done + len(found)] = found
             shard, done = shard + 1, done + len(found)
         return torch.from_numpy(read)
+
+    @classmethod
+    def chain(cls, streams: list[Stream]) -> Stream:
+        """Several in a row."""
+        offsets = itertools.accumulate(map(len, streams[:-1]), initial=0)
+        starts = [stream.starts + at for stream, at in zip(streams, offsets, strict=True)]
+        shards = [shard for stream in streams for shard in stream.shards]
+        return cls(shards, np.concatenate(starts), sum(stream.bytes for stream in streams))
 
     def most_documents(self, seq_len: int) -> int:
         """The largest number of documents in seq_len tokens in a row."""
@@ -126,8 +124,16 @@ def open_folder(path: str | Path) -> Folder:
             f"expected {path / TOKENIZER} to be the tokenizer of the shards "
             f"({told['digest'][:12]}), got another one ({tokenizer.digest[:12]})"
         )
-    parts = (Stream(path, name, manifest[name], manifest["dtype"]) for name in PARTS)
+    parts = (_stream(path, name, manifest[name], manifest["dtype"]) for name in PARTS)
     return Folder(path, manifest["digest"], *parts, tokenizer)
+
+
+def _stream(folder: Path, name: str, part: dict[str, Any], dtype: str) -> Stream:
+    """A part of a corpus, of that name and entry in corpus.json."""
+    stored = np.dtype(dtype).newbyteorder("<")
+    shards = [_mapped(folder / shard["name"], stored, shard["tokens"]) for shard in part["shards"]]
+    starts = _mapped(folder / f"{name}.idx", np.dtype("<i8"), part["documents"])
+    return Stream(shards, starts, part["bytes"])
 
 
 def _mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
