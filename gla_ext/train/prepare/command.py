@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from gla_ext.train.loop import Interrupted, StopSignals
 from gla_ext.train.prepare.filling import Split, fill
@@ -78,8 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     with StopSignals() as signals:
         try:
             _check(options)
-            with held(options.out):
-                prepare(options, signals)
+            with held(options.out) as lock:
+                prepare(options, signals, lock)
         except Interrupted:
             command = [sys.executable, "-m", "gla_ext.train.prepare", *argv]
             print(f"Stopped. To go on: {shlex.join(command)}")
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def prepare(options: argparse.Namespace, signals: StopSignals) -> None:
+def prepare(options: argparse.Namespace, signals: StopSignals, lock: TextIO) -> None:
     """Makes the corpus, or what is left of it; raises Interrupted when a signal came."""
     tokenizer = _given_tokenizer(options)
     paths = [os.path.realpath(path) for path in options.sources]
@@ -135,7 +135,8 @@ def prepare(options: argparse.Namespace, signals: StopSignals) -> None:
         print(f"Going on behind {sum(x.tokens for x in writer.parts.values()):,} tokens")
     try:
         left = reader(writer.place)
-        fill(writer, left, split, tokenizer, options.workers, size + held_out_size, signals)
+        total = size + held_out_size
+        fill(writer, left, split, tokenizer, options.workers, total, signals, lock)
         _check_parts(writer, options)
     except BaseException:
         writer.back()

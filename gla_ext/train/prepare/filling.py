@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from typing import TextIO
 
 import numpy as np
 
@@ -74,6 +75,7 @@ def fill(
     workers: int,
     size: int,
     signals: StopSignals,
+    lock: TextIO,
 ) -> None:
     """Writes all that is left of the sources, and commits.
 
@@ -85,6 +87,7 @@ def fill(
         workers: processes that do so; the result does not depend on it.
         size: bytes of all sources on the disk.
         signals: are looked at from batch to batch.
+        lock: of the folder, which only this process holds.
 
     Raises:
         Interrupted: when a signal came; all up to some document is committed.
@@ -98,7 +101,7 @@ def fill(
     interval = 0.5 if sys.stderr.isatty() else 10.0
     start = time.monotonic()
     pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("fork"), _start, (tokenizer, dtype)
+        workers, multiprocessing.get_context("fork"), _start, (tokenizer, dtype, lock)
     )
     with (
         pool,
@@ -163,10 +166,11 @@ _tokenizer: Tokenizer
 _dtype: np.dtype
 
 
-def _start(tokenizer: Tokenizer, dtype: np.dtype) -> None:
+def _start(tokenizer: Tokenizer, dtype: np.dtype, lock: TextIO) -> None:
     """Begins a process that makes tokens; it ends with the one that began it."""
     global _tokenizer, _dtype
     _tokenizer, _dtype = tokenizer, dtype
+    lock.close()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, for the first process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

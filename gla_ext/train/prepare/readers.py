@@ -31,7 +31,7 @@ PIECE = 1 << 18  # characters of a document that are tokenized at once; at most 
 _BLOCK = 1 << 20  # bytes
 _GLANCE = 64 << 10  # first bytes of a file, which tell whether it is text
 _TAIL = 16 << 10  # characters at a piece's end in which a place to cut is sought
-_ROWS = 16  # of a table, read at once
+_ROWS = 4  # of a table, read at once: documents may be large
 # Where a cut changes no tokens of a tokenizer like GPT-2's: before a blank between words, or else
 # before the end of a line.
 _CUTS = (re.compile(r"(?<=\w)(?= \w)"), re.compile(r"(?<=\w)(?=\n\S)"))
@@ -154,7 +154,8 @@ class Reader:
             return None
 
     def _parquet(self, source: Source) -> Iterator[Piece]:
-        parquet = needed("pyarrow.parquet", source.path)
+        parquet, arrow = (needed(x, source.path) for x in ("pyarrow.parquet", "pyarrow"))
+        arrow.set_memory_pool(arrow.system_memory_pool())  # pyarrow's own keeps what was freed
         try:
             file = parquet.ParquetFile(source.path, pre_buffer=False, buffer_size=_BLOCK)
         except ValueError as error:  # pyarrow's errors are ValueErrors

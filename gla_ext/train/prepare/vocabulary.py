@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from gla_ext.train.prepare.filling import Split
 from gla_ext.train.prepare.readers import Reader
 from gla_ext.train.tokens.tokenizer import DOCUMENT_START_TOKEN, Tokenizer, finished
 
-SAMPLE = 64 << 20  # characters
+SAMPLE = 32 << 20  # characters
 
 
 def train_tokenizer(
@@ -38,7 +39,10 @@ def train_tokenizer(
     model = Model(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.train_from_iterator(_sample(reader, split, size, check), trainer)
-    return finished(model)
+    made = finished(model)
+    del model
+    ctypes.CDLL(None).malloc_trim(0)  # what the trainer took, the processes to come would have too
+    return made
 
 
 def _sample(reader: Reader, split: Split, size: int, check: Callable[[], None]) -> Iterator[str]:
