@@ -9,14 +9,13 @@ import signal
 import sys
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import TextIO
-
-import numpy as np
 
 from gla_ext.train.loop import StopSignals
 from gla_ext.train.prepare.readers import PIECE, Piece, Reader
@@ -96,12 +95,12 @@ def fill(
     """
     from tqdm import tqdm
 
-    dtype, place, committed = writer.parts["train"].dtype, writer.place, time.monotonic()
+    code, place, committed = writer.parts["train"].type, writer.place, time.monotonic()
     waiting, first = deque(), sum(part.tokens for part in writer.parts.values())
     interval = 0.5 if sys.stderr.isatty() else 10.0
     start = time.monotonic()
     pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("fork"), _start, (tokenizer, dtype, lock)
+        workers, multiprocessing.get_context("fork"), _start, (tokenizer, code, lock)
     )
     with (
         pool,
@@ -163,13 +162,13 @@ def _batches(pieces: Iterator[tuple[Piece, str]]) -> Iterator[Batch]:
 
 
 _tokenizer: Tokenizer
-_dtype: np.dtype
+_type: str
 
 
-def _start(tokenizer: Tokenizer, dtype: np.dtype, lock: TextIO) -> None:
+def _start(tokenizer: Tokenizer, code: str, lock: TextIO) -> None:
     """Begins a process that makes tokens; it ends with the one that began it."""
-    global _tokenizer, _dtype
-    _tokenizer, _dtype = tokenizer, dtype
+    global _tokenizer, _type
+    _tokenizer, _type = tokenizer, code
     lock.close()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, for the first process
@@ -185,16 +184,16 @@ def _start(tokenizer: Tokenizer, dtype: np.dtype, lock: TextIO) -> None:
 def _encode(pieces: list[tuple[str, bool, str]]) -> dict[str, Encoded]:
     """The tokens of a batch, by part."""
     rows, encoded = _tokenizer.encode([text for text, _, _ in pieces]), {}
-    start = [_tokenizer.document_start]
+    start = _tokenizer.document_start
     for name in {part for _, _, part in pieces}:
-        tokens, starts, count, size = [], [], 0, 0
+        new = Encoded(array(_type), [], 0)
         for (text, begins, part), row in zip(pieces, rows, strict=True):
             if part != name:
                 continue
             if begins:
-                starts.append(count)
-            tokens.append(np.array(start * begins + row, _dtype))
-            count += len(tokens[-1])
-            size += len(text.encode())
-        encoded[name] = Encoded(np.concatenate(tokens), np.array(starts, np.int64), size)
+                new.starts.append(len(new.tokens))
+                new.tokens.append(start)
+            new.tokens.extend(row)
+            new.bytes += len(text.encode())
+        encoded[name] = new
     return encoded

@@ -31,7 +31,7 @@ PIECE = 1 << 18  # characters of a document that are tokenized at once; at most 
 _BLOCK = 1 << 20  # bytes
 _GLANCE = 64 << 10  # first bytes of a file, which tell whether it is text
 _TAIL = 16 << 10  # characters at a piece's end in which a place to cut is sought
-_ROWS = 4  # of a table, read at once: documents may be large
+_ROWS, _BYTES = 64, 4 << 10  # most of a table that is read at once, but for one row
 # Where a cut changes no tokens of a tokenizer like GPT-2's: before a blank between words, or else
 # before the end of a line.
 _CUTS = (re.compile(r"(?<=\w)(?= \w)"), re.compile(r"(?<=\w)(?=\n\S)"))
@@ -163,9 +163,11 @@ class Reader:
         self._check_column(source, file.schema_arrow.names)
         first = 0
         for group in range(file.num_row_groups):
-            rows = file.metadata.row_group(group).num_rows
+            told = file.metadata.row_group(group)
+            rows = told.num_rows
             if first + rows > self.place.at:
-                batches = file.iter_batches(_ROWS, row_groups=[group], columns=[self.column])
+                at_once = max(1, min(_ROWS, _BYTES * rows // max(1, told.total_byte_size)))
+                batches = file.iter_batches(at_once, row_groups=[group], columns=[self.column])
                 columns = (batch.column(0) for batch in batches)
                 yield from self._rows(source, columns, first, file.metadata.num_rows)
             first += rows
@@ -179,8 +181,8 @@ class Reader:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             for batch in arrow.ipc.open_stream(arrow.py_buffer(mapped)):
                 column = batch.column(self.column)
-                for start in range(0, len(column), _ROWS):
-                    part = column[start : start + _ROWS]
+                for start in range(0, len(column), 4):
+                    part = column[start : start + 4]
                     if first + len(part) > self.place.at:
                         yield from self._rows(source, [part], first, len(dataset))
                         mapped.madvise(mmap.MADV_DONTNEED)  # what is read would stay in memory
@@ -217,11 +219,10 @@ class Reader:
         except (AttributeError, UnicodeEncodeError):  # no string; half of a surrogate pair
             self._leave_out(source, f"no text under {self.column!r}")
             return
-        pieces = list(cut(text)) if text else []
-        for number, piece in enumerate(pieces, 1):
-            ends = number == len(pieces)
-            after = self.place if ends else None
-            yield Piece(piece, number == 1, ends, after, self.place.done + read)
+        begins = True
+        for piece, ends in cut(text) if text else ():
+            yield Piece(piece, begins, ends, self.place if ends else None, self.place.done + read)
+            begins = False
 
     def _move(self, at: int, line: int = 0) -> None:
         self.place = replace(self.place, at=at, line=line, inside=None)
@@ -231,14 +232,16 @@ class Reader:
         self.tell(f"{source.path}:{self.place.line}: {problem}: left out")
 
 
-def cut(text: str) -> Iterator[str]:
-    """A text in pieces of at most 2 * PIECE characters, cut between words."""
+def cut(text: str) -> Iterator[tuple[str, bool]]:
+    """A text in pieces of at most 2 * PIECE characters, cut between words, and whether it ends with
+    a piece.
+    """
     start = 0
     while len(text) - start > 2 * PIECE:
         end = _cut_before(text, start + PIECE)
-        yield text[start:end]
+        yield text[start:end], False
         start = end
-    yield text[start:]
+    yield text[start:], True
 
 
 def _cut_before(text: str, end: int) -> int:
@@ -257,11 +260,9 @@ def _documents(blocks: Iterable[str], delimiter: str | None) -> Iterator[tuple[s
         if delimiter:
             *whole, rest = rest.split(delimiter)
             for text in whole:
-                *pieces, last = cut(text)
-                yield from ((piece, False) for piece in pieces)
-                yield last, True
-        *pieces, rest = cut(rest)
-        yield from ((piece, False) for piece in pieces)
+                yield from cut(text)
+        *pieces, (rest, _) = cut(rest)
+        yield from pieces
     yield rest, True
 
 

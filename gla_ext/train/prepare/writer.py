@@ -11,28 +11,28 @@ import contextlib
 import hashlib
 import json
 import os
+from array import array
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
-
-import numpy as np
 
 from gla_ext.model.files import write_text
 from gla_ext.train.prepare.sources import Place
 from gla_ext.train.tokens.folder import FORMAT, MANIFEST, PARTS, PROGRESS
 from gla_ext.train.tokens.tokenizer import Tokenizer
 
+TYPES = {"uint16": "H", "uint32": "I"}  # of tokens, as `array` calls them
+
 
 @dataclass
 class Encoded:
     """Documents of one part, as tokens.
 
-    tokens: of the corpus's dtype `[n]`. starts: int64, where in them documents start.
-    bytes: of their text.
+    tokens: in the corpus's type. starts: where in them documents start. bytes: of their text.
     """
 
-    tokens: np.ndarray
-    starts: np.ndarray
+    tokens: array
+    starts: list[int]
     bytes: int
 
 
@@ -41,14 +41,14 @@ class Part:
     """A part of a corpus that is being written.
 
     folder, name: where, and 'train' or 'held_out'.
-    dtype: of the tokens. shard_tokens: most tokens of a shard.
+    type: of the tokens, 'H' or 'I' as of `array`. shard_tokens: most tokens of a shard.
     tokens, documents, bytes: how many are written.
     digests: hex digests of the shards that are full.
     """
 
     folder: Path
     name: str
-    dtype: np.dtype
+    type: str
     shard_tokens: int
     tokens: int = 0
     documents: int = 0
@@ -58,7 +58,7 @@ class Part:
 
     def append(self, new: Encoded) -> None:
         """Appends documents, or the continuation of the last one."""
-        self._write(self._open()[1], (new.starts + self.tokens).astype("<i8"))
+        self._write(self._open()[1], array("q", [self.tokens + start for start in new.starts]))
         done = 0
         while done < len(new.tokens):
             room = self.shard_tokens - self.tokens % self.shard_tokens
@@ -85,8 +85,8 @@ class Part:
             self._files = [path.open("ab") for path in paths]
         return self._files
 
-    def _write(self, file: BinaryIO, numbers: np.ndarray) -> None:
-        file.write(memoryview(numbers).cast("B"))
+    def _write(self, file: BinaryIO, numbers: array) -> None:
+        file.write(numbers.tobytes())
 
     def flush(self) -> None:
         """Waits until all is on the disk."""
@@ -119,7 +119,7 @@ class Part:
             if left <= 0:
                 path.unlink()
             else:
-                _cut(path, min(left, self.shard_tokens) * self.dtype.itemsize)
+                _cut(path, min(left, self.shard_tokens) * array(self.type).itemsize)
         if self.index.exists():
             _cut(self.index, self.documents * 8)
 
@@ -186,9 +186,9 @@ class Writer:
 
     def begin(self, dtype: str, shard_bytes: int) -> None:
         """Opens the parts where the last commit left them."""
-        stored = np.dtype(dtype).newbyteorder("<")
+        size = array(TYPES[dtype]).itemsize
         for name in PARTS:
-            self.parts[name] = Part(self.folder, name, stored, shard_bytes // stored.itemsize)
+            self.parts[name] = Part(self.folder, name, TYPES[dtype], shard_bytes // size)
         self.back()
 
     def commit(self, place: Place) -> None:
@@ -209,7 +209,7 @@ class Writer:
         """Makes the corpus whole; returns what is written to corpus.json."""
         content = {
             "format": FORMAT,
-            "dtype": self.parts["train"].dtype.name,
+            "dtype": next(x for x, code in TYPES.items() if code == self.parts["train"].type),
             "tokenizer": {
                 "digest": tokenizer.digest,
                 "vocab_size": tokenizer.vocab_size,

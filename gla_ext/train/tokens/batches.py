@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,24 +28,26 @@ class Mixture:
         for weight in weights:
             if not 0 < weight < math.inf:
                 raise ValueError(f"expected weights of --data to be positive, got {weight}")
-        shares = np.array(weights) / math.fsum(weights)
-        self.counts = np.rint(shares * PERIOD).astype(int)
-        self.counts[shares.argmax()] += PERIOD - self.counts.sum()
-        if not self.counts.all():
+        total = math.fsum(weights)
+        self.counts = [round(weight / total * PERIOD) for weight in weights]
+        self.counts[self.counts.index(max(self.counts))] += PERIOD - sum(self.counts)
+        if not all(self.counts):
             raise ValueError(
                 f"expected every weight of --data to be at least 1 / {PERIOD} of all, got "
                 + ", ".join(f"{weight:g}" for weight in weights)
             )
-        places = [(np.arange(count) + 0.5) / count for count in self.counts]
-        order = np.concatenate(places).argsort(kind="stable")
-        self._corpus = np.repeat(np.arange(len(weights)), self.counts)[order]
-        self._number = np.concatenate([np.arange(count) for count in self.counts])[order]
+        places = (
+            ((number + 0.5) / count, corpus, number)
+            for corpus, count in enumerate(self.counts)
+            for number in range(count)
+        )
+        self._places = [(corpus, number) for _, corpus, number in sorted(places)]
 
     def __call__(self, window: int) -> tuple[int, int]:
         """The corpus of a window, and the window's number among those of this corpus."""
         period, place = divmod(window, PERIOD)
-        corpus = self._corpus[place]
-        return int(corpus), int(period * self.counts[corpus] + self._number[place])
+        corpus, number = self._places[place]
+        return corpus, period * self.counts[corpus] + number
 
 
 class TokenBatches:

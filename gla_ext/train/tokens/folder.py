@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,12 +34,12 @@ class Stream:
     """Tokens in shards, as if in a row.
 
     Args:
-        shards: memory-mapped, uint16 or uint32.
+        shards: memory-mapped, uint16 or uint32, `[n]` each.
         starts: where documents start in the row, int64.
         size: bytes of their text.
     """
 
-    def __init__(self, shards: list[np.ndarray], starts: np.ndarray, size: int) -> None:
+    def __init__(self, shards: list[Tensor], starts: Tensor, size: int) -> None:
         self.shards, self.starts, self.bytes = shards, starts, size
         self._ends = list(itertools.accumulate(map(len, shards), initial=0))
 
@@ -50,14 +49,13 @@ class Stream:
     def __getitem__(self, where: slice) -> Tensor:
         """Tokens from where.start up to where.stop: int64, on the CPU."""
         start, stop, _ = where.indices(len(self))
-        read = np.empty(max(0, stop - start), np.int64)
-        shard, done = bisect.bisect_right(self._ends, start) - 1, 0
-        while done < len(read):
-            offset = start + done - self._ends[shard]
-            found = self.shards[shard][offset : offset + len(read) - done]
-            read[done : done + len(found)] = found
-            shard, done = shard + 1, done + len(found)
-        return torch.from_numpy(read)
+        read = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        while start < stop:
+            shard = bisect.bisect_right(self._ends, start) - 1
+            offset = start - self._ends[shard]
+            read.append(self.shards[shard][offset : offset + stop - start].long())
+            start += len(read[-1])
+        return torch.cat(read)
 
     @classmethod
     def chain(cls, streams: list[Stream]) -> Stream:
@@ -65,15 +63,16 @@ class Stream:
         offsets = itertools.accumulate(map(len, streams[:-1]), initial=0)
         starts = [stream.starts + at for stream, at in zip(streams, offsets, strict=True)]
         shards = [shard for stream in streams for shard in stream.shards]
-        return cls(shards, np.concatenate(starts), sum(stream.bytes for stream in streams))
+        return cls(shards, torch.cat(starts), sum(stream.bytes for stream in streams))
 
     def most_documents(self, seq_len: int) -> int:
         """The largest number of documents in seq_len tokens in a row."""
         most = 1
         for first in range(0, len(self.starts), _STARTS_AT_ONCE):
             ours = self.starts[first : first + _STARTS_AT_ONCE]
-            ends = np.searchsorted(self.starts, ours + seq_len)
-            most = max(most, int((ends - np.arange(first, first + len(ours))).max()))
+            ends = torch.searchsorted(self.starts, ours + seq_len)
+            inside = ends - torch.arange(first, first + len(ours), device="cpu")
+            most = max(most, int(inside.max()))
         return most + 1  # the one that goes on at the window's start
 
 
@@ -130,13 +129,13 @@ def open_folder(path: str | Path) -> Folder:
 
 def _stream(folder: Path, name: str, part: dict[str, Any], dtype: str) -> Stream:
     """A part of a corpus, of that name and entry in corpus.json."""
-    stored = np.dtype(dtype).newbyteorder("<")
+    stored = {"uint16": torch.uint16, "uint32": torch.uint32}[dtype]
     shards = [_mapped(folder / shard["name"], stored, shard["tokens"]) for shard in part["shards"]]
-    starts = _mapped(folder / f"{name}.idx", np.dtype("<i8"), part["documents"])
+    starts = _mapped(folder / f"{name}.idx", torch.int64, part["documents"])
     return Stream(shards, starts, part["bytes"])
 
 
-def _mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+def _mapped(path: Path, dtype: torch.dtype, count: int) -> Tensor:
     """A file of that many numbers, memory-mapped."""
     size = path.stat().st_size if path.exists() else None
     if size != count * dtype.itemsize:
@@ -145,4 +144,4 @@ def _mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
             f"expected {path} to have {count * dtype.itemsize:,} bytes, as {MANIFEST} says, got "
             f"{got}; a copy that was cut short must be made again"
         )
-    return np.memmap(path, dtype, "r") if count else np.empty(0, dtype)
+    return torch.from_file(str(path), shared=False, size=count, dtype=dtype)
