@@ -77,13 +77,14 @@ class Processes(Parallel):
 
         Raises:
             ValueError: sizes that do not divide the number of processes, the batch or the window.
-            NotImplementedError: segments above 1; packed; cuda_graph.
+            NotImplementedError: segments above 1; packed with context_parallel; cuda_graph.
         """
-        if settings.segments > 1 or settings.packed:
+        if settings.segments > 1:
             raise NotImplementedError(
-                "expected --segments 1 and --no-packed on several processes, got "
-                f"--segments {settings.segments}{' --packed' if settings.packed else ''}"
+                f"expected --segments 1 on several processes, got --segments {settings.segments}"
             )
+        if settings.packed and options.context_parallel > 1:
+            raise NotImplementedError("expected --no-packed with --context-parallel, got --packed")
         if options.cuda_graph:
             raise NotImplementedError(
                 "expected --no-cuda-graph on several processes, got --cuda-graph"

@@ -146,6 +146,7 @@ class Trainer:
         segments = self.settings.segments
         if segments == 1 and not self.documents:
             return None
+        compiled &= self.parallel.size == 1  # else its blocks are
         options = (self.documents, compiled, self._autocast, in_place, self.corpus.document_start)
         return SegmentedLoss(self.model, _cross_entropy, segments, *options)
 

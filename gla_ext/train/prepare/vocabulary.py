@@ -40,7 +40,7 @@ def train_tokenizer(
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.train_from_iterator(_sample(reader, split, size, check), trainer)
     made = finished(model)
-    del model
+    del model, trainer
     ctypes.CDLL(None).malloc_trim(0)  # what the trainer took, the processes to come would have too
     return made
 

@@ -123,21 +123,24 @@ def byte_tokenizer() -> Tokenizer:
     letters |= {chr(256 + place): byte for place, byte in enumerate(hidden)}
     names = [DOCUMENT_START_TOKEN, *sorted(letters, key=letters.get)[1:]]
     vocabulary = {name: number for number, name in enumerate(names)}
-    return finished(Made(models.BPE(vocab=vocabulary, merges=[])), use_regex=False)
+    return finished(Made(models.BPE(vocab=vocabulary, merges=[])), is_bytes=True)
 
 
-def finished(model: tokenizers.Tokenizer, use_regex: bool = True) -> Tokenizer:
-    """A byte-level BPE with all around it: one special token, which starts each document."""
+def finished(model: tokenizers.Tokenizer, is_bytes: bool = False) -> Tokenizer:
+    """A byte-level BPE with all around it: one special token, which starts each document.
+
+    is_bytes: there are no merges, so text is not first split into words. Default: False.
+    """
     from tokenizers import decoders, pre_tokenizers, processors
 
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not is_bytes)
     model.decoder = decoders.ByteLevel()
     model.add_special_tokens([DOCUMENT_START_TOKEN])
     start = (DOCUMENT_START_TOKEN, model.token_to_id(DOCUMENT_START_TOKEN))
     model.post_processor = processors.TemplateProcessing(
         single=f"{start[0]} $A", pair=f"{start[0]} $A {start[0]} $B", special_tokens=[start]
     )
-    return Tokenizer({_CONFIG: _config(start[0]), _MODEL: model.to_str()}, start[0])
+    return Tokenizer({_CONFIG: _config(start[0], is_bytes), _MODEL: model.to_str()}, start[0])
 
 
 def of_one_vocabulary(tokenizers: Iterable[tuple[str, str]]) -> None:
@@ -179,11 +182,13 @@ def _start_of(config: dict[str, Any], model: str, path: Path) -> str:
     return special[0]
 
 
-def _config(start: str) -> str:
-    config = {
+def _config(start: str, is_bytes: bool = False) -> str:
+    config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": start,
         "eos_token": start,
         "clean_up_tokenization_spaces": False,
     }
+    if is_bytes:
+        config["gla_ext_bytes"] = True  # gla_ext.serve then needs no transformers
     return json.dumps(config, indent=2) + "\n"
