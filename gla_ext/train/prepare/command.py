@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import shlex
 import sys
@@ -23,6 +24,7 @@ PROGRAM = "python -m gla_ext.train.prepare"
 MAX_SHARD = 1_000_000_000
 _MOST_TOLD = 10  # sentences about what is left out; the rest is only counted
 _BYTES = "bytes"
+_MMAP_THRESHOLD = -3  # as malloc.h has it
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -75,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns its exit status (128 + the signal's number if stopped)."""
     argv = sys.argv[1:] if argv is None else argv
     options = command_line().parse_args(argv)
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)  # keep no large block that was freed
     with StopSignals() as signals:
         try:
             _check(options)

@@ -167,7 +167,9 @@ class Reader:
             rows = told.num_rows
             if first + rows > self.place.at:
                 at_once = max(1, min(_ROWS, _BYTES * rows // max(1, told.total_byte_size)))
-                batches = file.iter_batches(at_once, row_groups=[group], columns=[self.column])
+                batches = file.iter_batches(
+                    at_once, row_groups=[group], columns=[self.column], use_threads=False
+                )
                 columns = (batch.column(0) for batch in batches)
                 yield from self._rows(source, columns, first, file.metadata.num_rows)
             first += rows

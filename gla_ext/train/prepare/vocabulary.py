@@ -11,7 +11,7 @@ from gla_ext.train.prepare.filling import Split
 from gla_ext.train.prepare.readers import Reader
 from gla_ext.train.tokens.tokenizer import DOCUMENT_START_TOKEN, Tokenizer, finished
 
-SAMPLE = 32 << 20  # characters
+SAMPLE = 24 << 20  # characters
 
 
 def train_tokenizer(
