@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # for unprintable characters
     try:
-        _check_packages()
+        check_packages(_PACKAGES)
         return run(given, _processes(given))
     except (OSError, ValueError, ImportError, NotImplementedError) as error:
         print(f"gla_ext.train: {error}", file=sys.stderr)
@@ -110,12 +110,12 @@ def _command_to_go_on(
     return command
 
 
-def _check_packages() -> None:
-    """Raises ImportError if a package that the run needs, even only at its end, is missing."""
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+def check_packages(names: tuple[str, ...]) -> None:
+    """Raises ImportError if a package that is needed, even only at the end, is missing."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(
-            f"expected {', '.join(_PACKAGES)} to be installed, got no {', '.join(missing)}; "
+            f"expected {', '.join(names)} to be installed, got no {', '.join(missing)}; "
             f"'pip install {' '.join(missing)}' brings them"
         )
 

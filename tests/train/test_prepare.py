@@ -39,9 +39,10 @@ def in_parquet(folder):
     parquet.write_table(table, folder / "x.parquet", row_group_size=17)
 
 
-def compressed(folder, name, data):
+def compressed(folder, name, data, cut=0):
     with pyarrow.CompressedOutputStream(str(folder / name), "zstd") as file:
         file.write(data)
+    os.truncate(folder / name, (folder / name).stat().st_size - cut)
 
 
 SOURCES = {
@@ -169,12 +170,12 @@ def test_killed_at_any_moment_it_goes_on(form, tmp_path, small):
 def test_a_full_disk_leaves_nothing_half_written(lines, tmp_path, small, monkeypatch, capsys):
     out, left, write = tmp_path / "out", [3000], writer.Part._write
 
-    def fails(self, file, numbers):
+    def fails(self, path, numbers):
         left[0] -= len(numbers.tobytes())
         if left[0] < 0:
-            file.write(numbers.tobytes()[:7])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
-        write(self, file, numbers)
+            write(self, path, array("B", numbers.tobytes()[:7]))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(self, path, numbers)
 
     monkeypatch.setattr(filling, "COMMIT_SECONDS", 0)
     with monkeypatch.context() as patched:
@@ -308,6 +309,11 @@ REFUSED = {  # what is done to the source, the arguments, and what is said
     "column": (parquet_of(a=["x"], b=["y"]), [], "have a column 'text', got a, b; --column names"),
     "no parquet": (add("x.parquet", b"x" * 100), [], "x.parquet to be parquet, got Parquet magic"),
     "cut gz": (add("y.gz", gzip.compress(in_lines())[:-9]), [], "expected .*y.gz to be whole, got"),
+    "cut zst": (
+        lambda folder: compressed(folder, "y.jsonl.zst", in_lines(), cut=9),
+        *([], "expected .*y.jsonl.zst to be whole, got Truncated"),
+    ),
+    "inside": (None, ["--out", "source/out"], "--out to be outside of the sources, got it in"),
     "splits": (two_splits, [], "got several splits; name one: .*/train"),
     "no tokenizer": (None, ["--tokenizer", "."], "to hold tokenizer.json, got none; transformers"),
     "nowhere": (None, ["--tokenizer", "nowhere"], "No such file or directory: 'nowhere'"),

@@ -102,7 +102,7 @@ def test_which_token_starts_a_document(trained, tmp_path):
     assert made(["<s>", "</s>"], eos_token="</s>").start == "</s>"
     assert made(["<s>", "</s>"], eos_token="</s>", bos_token={"content": "<s>"}).start == "<s>"
     assert read_tokenizer(path, "</s>").document_start == 321
-    with pytest.raises(ValueError, match="no bos_token or eos_token and 2 special tokens; --docu"):
+    with pytest.raises(ValueError, match=r"got no bos_token or eos_token and 2 special .* --docu"):
         made(["<s>", "</s>"])
     with pytest.raises(ValueError, match="to have the token '<x>', got none of that name"):
         read_tokenizer(path, "<x>")

@@ -164,7 +164,7 @@ def test_a_folder_that_is_not_whole_is_refused(made, tmp_path, change):
 
 
 def test_what_does_not_mix_is_refused(made):
-    with pytest.raises(ValueError, match=r"to have the tokenizer of .*a .*, got another one"):
+    with pytest.raises(ValueError, match=r"to have the tokenizer of .*a, got another one"):
         open_corpus(data(made, "a", "other"))
     with pytest.raises(ValueError, match="a weight for every folder of --data or for none"):
         open_corpus(data(made, "a:1", "b"))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from gla_ext.train.command import check_packages
 from gla_ext.train.loop import Interrupted, StopSignals
 from gla_ext.train.prepare.filling import Split, fill
 from gla_ext.train.prepare.readers import Reader
@@ -80,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)  # keep no large block that was freed
     with StopSignals() as signals:
         try:
+            check_packages(("tokenizers", "tqdm"))
             _check(options)
             with held(options.out) as lock:
                 prepare(options, signals, lock)
@@ -98,6 +102,9 @@ def prepare(options: argparse.Namespace, signals: StopSignals, lock: TextIO) -> 
     tokenizer = _given_tokenizer(options)
     paths = [os.path.realpath(path) for path in options.sources]
     held_out = [os.path.realpath(path) for path in options.held_out_files]
+    for path in [*paths, *held_out]:
+        if Path(os.path.realpath(options.out)).is_relative_to(path):
+            raise ValueError(f"expected --out to be outside of the sources, got it in {path}")
     digest, count, size = measure(paths)
     held_out_digest, _, held_out_size = measure(held_out)
     fraction = 0.0 if held_out else options.held_out
@@ -117,9 +124,9 @@ def prepare(options: argparse.Namespace, signals: StopSignals, lock: TextIO) -> 
         print(f"{options.out} is prepared already, from these sources")
         return
 
-    def reader(place: Place) -> Reader:
+    def reader(place: Place, tell: Callable[[str], None]) -> Reader:
         given = (options.column, options.delimiter, options.skip_not_utf8)
-        return Reader([*paths, *held_out], place, *given, _Teller())
+        return Reader([*paths, *held_out], place, *given, tell)
 
     split = Split(fraction, count)
     folder = options.out / TOKENIZER
@@ -129,7 +136,7 @@ def prepare(options: argparse.Namespace, signals: StopSignals, lock: TextIO) -> 
         tokenizer = read_tokenizer(folder)
     else:
         total = size + held_out_size
-        begin = reader(Place())
+        begin = reader(Place(), lambda sentence: None)  # they are said when tokens are made
         tokenizer = train_tokenizer(options.train_tokenizer, begin, split, total, signals.check)
         tokenizer.save(folder)
     print(f"Tokenizer: {tokenizer.vocab_size:,} tokens, {tokenizer.start!r} before each document")
@@ -137,7 +144,7 @@ def prepare(options: argparse.Namespace, signals: StopSignals, lock: TextIO) -> 
     if writer.place != Place():
         print(f"Going on behind {sum(x.tokens for x in writer.parts.values()):,} tokens")
     try:
-        left = reader(writer.place)
+        left = reader(writer.place, _teller())
         total = size + held_out_size
         fill(writer, left, split, tokenizer, options.workers, total, signals, lock)
         _check_parts(writer, options)
@@ -155,20 +162,19 @@ def _given_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
     return read_tokenizer(options.tokenizer, options.document_start)
 
 
-class _Teller:
-    """Prints what is left out, the first few times."""
+def _teller() -> Callable[[str], None]:
+    """A function that prints what is left out, the first few times."""
+    from tqdm import tqdm
 
-    def __init__(self) -> None:
-        self.told = 0
+    told = itertools.count(1)
 
-    def __call__(self, sentence: str) -> None:
-        from tqdm import tqdm
-
-        self.told += 1
-        if self.told <= _MOST_TOLD:
+    def tell(sentence: str) -> None:
+        if (number := next(told)) <= _MOST_TOLD:
             tqdm.write(f"gla_ext.train.prepare: {sentence}", file=sys.stderr)
-        if self.told == _MOST_TOLD:
+        if number == _MOST_TOLD:
             tqdm.write("gla_ext.train.prepare: more is only counted", file=sys.stderr)
+
+    return tell
 
 
 def _check(options: argparse.Namespace) -> None:

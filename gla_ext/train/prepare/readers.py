@@ -85,7 +85,9 @@ class Reader:
         for source in itertools.islice(sources(self.paths), self.place.source, None):
             try:
                 yield from kinds.get(source.kind, self._text)(source)
-            except (EOFError, zlib.error) as error:
+            except (EOFError, OSError, zlib.error) as error:
+                if getattr(error, "errno", None):
+                    raise
                 raise ValueError(f"expected {source.path} to be whole, got {error}") from error
             self.place = self.place.after(source)
 

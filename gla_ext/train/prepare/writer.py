@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from array import array
@@ -43,7 +44,6 @@ class Part:
     folder, name: where, and 'train' or 'held_out'.
     type: of the tokens, 'H' or 'I' as of `array`. shard_tokens: most tokens of a shard.
     tokens, documents, bytes: how many are written.
-    digests: hex digests of the shards that are full.
     """
 
     folder: Path
@@ -53,96 +53,75 @@ class Part:
     tokens: int = 0
     documents: int = 0
     bytes: int = 0
-    digests: list[str] = field(default_factory=list)
-    _files: list[BinaryIO] = field(default_factory=list)  # the shard and the index
+    _files: dict[Path, BinaryIO] = field(default_factory=dict)  # the last shard and the index
 
     def append(self, new: Encoded) -> None:
         """Appends documents, or the continuation of the last one."""
-        self._write(self._open()[1], array("q", [self.tokens + start for start in new.starts]))
+        starts = array("q", [self.tokens + start for start in new.starts])
+        self._write(self.folder / f"{self.name}.idx", starts)
         done = 0
         while done < len(new.tokens):
-            room = self.shard_tokens - self.tokens % self.shard_tokens
-            piece = new.tokens[done : done + room]
-            self._write(self._open()[0], piece)
+            number, place = divmod(self.tokens, self.shard_tokens)
+            piece = new.tokens[done : done + self.shard_tokens - place]
+            self._write(self._shard(number), piece)
             self.tokens += len(piece)
             done += len(piece)
-            if len(piece) == room:
+            if place + len(piece) == self.shard_tokens:
                 self.close()
-                self.digests.append(_digest(self.shard(len(self.digests))))
         self.documents += len(new.starts)
         self.bytes += new.bytes
 
-    def shard(self, number: int) -> Path:
+    def _shard(self, number: int) -> Path:
         return self.folder / f"{self.name}-{number:05}.bin"
 
-    @property
-    def index(self) -> Path:
-        return self.folder / f"{self.name}.idx"
-
-    def _open(self) -> list[BinaryIO]:
-        if not self._files:
-            paths = (self.shard(len(self.digests)), self.index)
-            self._files = [path.open("ab") for path in paths]
-        return self._files
-
-    def _write(self, file: BinaryIO, numbers: array) -> None:
-        file.write(numbers.tobytes())
+    def _write(self, path: Path, numbers: array) -> None:
+        if path not in self._files:
+            self._files[path] = path.open("ab")
+        self._files[path].write(numbers.tobytes())
 
     def flush(self) -> None:
         """Waits until all is on the disk."""
-        for file in self._files:
+        for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
 
     def close(self) -> None:
         self.flush()
-        for file in self._files:
+        for file in self._files.values():
             file.close()
-        self._files = []
+        self._files = {}
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> dict[str, int]:
         """What progress.json says of the part."""
-        numbers = {name: getattr(self, name) for name in ("tokens", "documents", "bytes")}
-        return numbers | {"digests": list(self.digests)}
+        return {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes}
 
-    def restore(self, numbers: dict[str, Any]) -> None:
+    def restore(self, tokens: int = 0, documents: int = 0, bytes: int = 0) -> None:
         """Goes back to an earlier state, of `numbers`: cuts the files."""
-        for file in self._files:
+        for file in self._files.values():
             with contextlib.suppress(OSError):  # of a full disk
                 file.close()
-        self._files = []
-        vars(self).update(numbers)
-        self.digests = list(self.digests)
-        for path in self.folder.glob(f"{self.name}-*.bin"):
-            number = int(path.stem.rpartition("-")[2])
-            left = self.tokens - number * self.shard_tokens
-            if left <= 0:
-                path.unlink()
-            else:
-                _cut(path, min(left, self.shard_tokens) * array(self.type).itemsize)
-        if self.index.exists():
-            _cut(self.index, self.documents * 8)
+        self._files = {}
+        self.tokens, self.documents, self.bytes = tokens, documents, bytes
+        _cut(self.folder / f"{self.name}.idx", documents * 8)
+        sizes = self._sizes()
+        for number in range(len(list(self.folder.glob(f"{self.name}-*.bin"))) + 1):
+            size = sizes[number] if number < len(sizes) else 0
+            _cut(self._shard(number), size * array(self.type).itemsize)
+
+    def _sizes(self) -> list[int]:
+        """The tokens of each shard."""
+        full, rest = divmod(self.tokens, self.shard_tokens)
+        return [self.shard_tokens] * full + [rest] * (rest > 0)
 
     def finish(self) -> dict[str, Any]:
         """Closes the part; returns its entry in corpus.json."""
         self.close()
-        if self.tokens % self.shard_tokens:
-            self.digests.append(_digest(self.shard(len(self.digests))))
-        sizes = [
-            min(self.shard_tokens, self.tokens - n * self.shard_tokens)
-            for n in range(len(self.digests))
-        ]
         shards = [
-            {"name": self.shard(n).name, "tokens": size, "sha256": digest}
-            for n, (size, digest) in enumerate(zip(sizes, self.digests, strict=True))
+            {"name": path.name, "tokens": size, "sha256": _digest(path)}
+            for path, size in zip(map(self._shard, itertools.count()), self._sizes(), strict=False)
         ]
-        return {
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "bytes": self.bytes,
-            "index_sha256": _digest(self.index),
-            "shards": shards,
-        }
+        index = _digest(self.folder / f"{self.name}.idx")
+        return self.numbers() | {"index_sha256": index, "shards": shards}
 
 
 class Writer:
@@ -164,7 +143,7 @@ class Writer:
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.folder, self.settings = folder, settings
         self.place, self.parts = Place(), {}
-        self._numbers: dict[str, Any] | None = None
+        self._numbers: dict[str, dict[str, int]] = {}
         self.is_whole = (folder / MANIFEST).exists()
         path = folder / (MANIFEST if self.is_whole else PROGRESS)
         if not path.exists():
@@ -201,9 +180,8 @@ class Writer:
 
     def back(self) -> None:
         """Cuts off what was written since the last commit."""
-        empty = {"tokens": 0, "documents": 0, "bytes": 0, "digests": []}
         for name, part in self.parts.items():
-            part.restore((self._numbers or {}).get(name, empty))
+            part.restore(**self._numbers.get(name, {}))
 
     def finish(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Makes the corpus whole; returns what is written to corpus.json."""
@@ -230,13 +208,19 @@ class Writer:
 
 
 def _cut(path: Path, size: int) -> None:
-    """Cuts a file to its size at the last commit, than which it can only be longer."""
-    if path.stat().st_size < size:
+    """Cuts a file to its size at the last commit, than which it can only be longer; removes it if
+    it was not there.
+    """
+    found = path.stat().st_size if path.exists() else 0
+    if found < size:
         raise ValueError(
-            f"expected {path} to have {size:,} bytes, as {PROGRESS} says, got "
-            f"{path.stat().st_size:,}; another --out begins anew"
+            f"expected {path} to have {size:,} bytes, as {PROGRESS} says, got {found:,}; another "
+            "--out begins anew"
         )
-    os.truncate(path, size)
+    if size:
+        os.truncate(path, size)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _digest(path: Path) -> str:

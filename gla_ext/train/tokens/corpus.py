@@ -13,7 +13,7 @@ import torch
 from gla_ext.train.data import Corpus, load_corpus
 from gla_ext.train.tokens.batches import TokenBatches
 from gla_ext.train.tokens.folder import Folder, Stream, is_prepared, open_folder
-from gla_ext.train.tokens.tokenizer import Tokenizer, of_one_vocabulary
+from gla_ext.train.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,12 @@ def open_corpus(data: list[str] | None, processes: int = 1) -> Corpus | TokenCor
     if None in weights and set(weights) != {None}:
         raise ValueError(f"expected a weight for every folder of --data or for none, got {data}")
     folders = tuple(map(open_folder, paths))
-    of_one_vocabulary((str(folder.path), folder.tokenizer.digest) for folder in folders)
+    for folder in folders:
+        if folder.tokenizer.digest != folders[0].tokenizer.digest:
+            raise ValueError(
+                f"expected {folder.path} to have the tokenizer of {folders[0].path}, got another "
+                f"one ({folder.tokenizer.digest[:12]})"
+            )
     corpus = TokenCorpus(folders, None if None in weights else weights)
     if corpus.documents < processes:
         raise ValueError(

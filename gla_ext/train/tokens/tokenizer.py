@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,19 +92,20 @@ def read_tokenizer(path: str | Path, start: str | None = None) -> Tokenizer:
             f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained(FOLDER)"
         )
     folder, path = (path, path / _MODEL) if path.is_dir() else (None, path)
-    files = {_MODEL: _text(path)}
-    for name in _BESIDE:
-        if folder and (folder / name).exists():
-            files[name] = _text(folder / name)
-    config = json.loads(files.get(_CONFIG, "{}"))
-    if start is None:
-        start = _start_of(config, files[_MODEL], path)
-    made = Tokenizer({_CONFIG: _config(start)} | files, start)
     try:
-        made.model  # noqa: B018  is read here
+        files = {_MODEL: path.read_text(encoding="utf-8")}
+        for name in _BESIDE:
+            if folder and (folder / name).exists():
+                files[name] = (folder / name).read_text(encoding="utf-8")
+        if start is None:
+            start = _start_of(json.loads(files.get(_CONFIG, "{}")), json.loads(files[_MODEL]))
+        made = Tokenizer({_CONFIG: _config(start)} | files, start)
+        number = made.document_start
+    except OSError:
+        raise
     except Exception as error:  # tokenizers raises nothing narrower
         raise ValueError(f"expected {path} to be a tokenizer, got {error}") from error
-    if made.model.token_to_id(start) is None:
+    if number is None:
         raise ValueError(f"expected {path} to have the token {start!r}, got none of that name")
     return made
 
@@ -143,41 +143,17 @@ def finished(model: tokenizers.Tokenizer, is_bytes: bool = False) -> Tokenizer:
     return Tokenizer({_CONFIG: _config(start[0], is_bytes), _MODEL: model.to_str()}, start[0])
 
 
-def of_one_vocabulary(tokenizers: Iterable[tuple[str, str]]) -> None:
-    """Raises ValueError unless all tokenizers, each given as where it is and its digest, are
-    one.
-    """
-    (first, digest), *others = tokenizers
-    for where, other in others:
-        if other != digest:
-            raise ValueError(
-                f"expected {where} to have the tokenizer of {first} ({digest[:12]}), got another "
-                f"one ({other[:12]})"
-            )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"expected {path} to be JSON, got {error}") from error
-
-
-def _start_of(config: dict[str, Any], model: str, path: Path) -> str:
+def _start_of(config: dict[str, Any], model: dict[str, Any]) -> str:
     """The token that starts a document, as documented for `read_tokenizer`."""
     for role in ("bos_token", "eos_token"):
         token = config.get(role)
         if token is not None:
             return token if isinstance(token, str) else token["content"]
-    try:
-        added = json.loads(model).get("added_tokens") or []
-    except (AttributeError, ValueError) as error:
-        raise ValueError(f"expected {path} to be a tokenizer, got {error}") from error
-    special = [token["content"] for token in added if token.get("special")]
+    special = [token["content"] for token in model.get("added_tokens", ()) if token["special"]]
     if len(special) != 1:
         raise ValueError(
-            f"expected {path} to say which token starts a document, got no bos_token or eos_token "
-            f"and {len(special)} special tokens; --document-start TOKEN names it"
+            f"no bos_token or eos_token and {len(special)} special tokens; --document-start TOKEN "
+            "names the one that starts a document"
         )
     return special[0]
 
