@@ -134,3 +134,20 @@ def test_a_model_of_bytes_has_its_tokenizer_beside(folder, tmp_path):
     generate = transformers.pipeline("text-generation", model=str(tmp_path / "out"))
     (reply,) = generate("def", max_new_tokens=4, do_sample=False)
     assert reply["generated_text"].startswith("def")
+
+
+def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
+    import tokenizers
+
+    words = {"<s>": 0, "one": 65_535, "two": 70_000}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<s>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.save(str(tmp_path / "words.json"))
+    (tmp_path / "x.txt").write_text("one two\ntwo")
+    args = ["--tokenizer", tmp_path / "words.json", "--document-start", "<s>", "--delimiter", "\\n"]
+    args += ["--held-out-files", tmp_path / "x.txt", "--out", tmp_path / "out"]
+    prepare(tmp_path / "x.txt", *args)
+    folder = open_folder(tmp_path / "out")
+    assert folder.tokenizer.vocab_size == 70_001
+    assert (tmp_path / "out" / "train-00000.bin").stat().st_size == 20
+    assert folder.train[0:5].tolist() == [0, 65_535, 70_000, 0, 70_000]
