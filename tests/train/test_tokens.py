@@ -242,3 +242,9 @@ def test_a_run_on_corpora_goes_on_as_if_never_stopped(made, tmp_path, capsys):
     assert metrics["held_out_bits_per_byte"].keys() == {"this model"}
     assert load_model(tmp_path / "run").config.bos_token_id == 0
     assert (tmp_path / "run" / "sample.txt").read_text().startswith("日本")
+
+
+def test_a_checkpoint_of_0_3_0_names_one_text():
+    """Its --data was a path, not a list."""
+    metadata = {"format": "gla_ext.train/1", "settings": {"data": "text", "steps": 3}}
+    assert train.checkpoint_settings(metadata, "checkpoint").data == ["text"]

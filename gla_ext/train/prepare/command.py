@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from gla_ext.train.command import check_packages
 from gla_ext.train.loop import Interrupted, StopSignals
-from gla_ext.train.prepare.filling import Split, fill
+from gla_ext.train.prepare.filling import fill
 from gla_ext.train.prepare.readers import Reader
 from gla_ext.train.prepare.sources import Place, measure
 from gla_ext.train.prepare.vocabulary import train_tokenizer
@@ -125,10 +125,9 @@ def prepare(options: argparse.Namespace, signals: StopSignals, lock: TextIO) -> 
         return
 
     def reader(place: Place, tell: Callable[[str], None]) -> Reader:
-        given = (options.column, options.delimiter, options.skip_not_utf8)
+        given = (options.column, options.delimiter, options.skip_not_utf8, fraction, count)
         return Reader([*paths, *held_out], place, *given, tell)
 
-    split = Split(fraction, count)
     folder = options.out / TOKENIZER
     if tokenizer is not None:
         tokenizer.save(folder)
@@ -137,7 +136,7 @@ def prepare(options: argparse.Namespace, signals: StopSignals, lock: TextIO) -> 
     else:
         total = size + held_out_size
         begin = reader(Place(), lambda sentence: None)  # they are said when tokens are made
-        tokenizer = train_tokenizer(options.train_tokenizer, begin, split, total, signals.check)
+        tokenizer = train_tokenizer(options.train_tokenizer, begin, total, signals.check)
         tokenizer.save(folder)
     print(f"Tokenizer: {tokenizer.vocab_size:,} tokens, {tokenizer.start!r} before each document")
     writer.begin("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32", options.shard_bytes)
@@ -146,7 +145,7 @@ def prepare(options: argparse.Namespace, signals: StopSignals, lock: TextIO) -> 
     try:
         left = reader(writer.place, _teller())
         total = size + held_out_size
-        fill(writer, left, split, tokenizer, options.workers, total, signals, lock)
+        fill(writer, left, tokenizer, options.workers, total, signals, lock)
         _check_parts(writer, options)
     except BaseException:
         writer.back()

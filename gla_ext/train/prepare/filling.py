@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -11,65 +10,22 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
 from typing import TextIO
 
 from gla_ext.train.loop import StopSignals
 from gla_ext.train.prepare.readers import PIECE, Piece, Reader
-from gla_ext.train.prepare.sources import Place
 from gla_ext.train.prepare.writer import Encoded, Writer
-from gla_ext.train.tokens.folder import PARTS
 from gla_ext.train.tokens.tokenizer import Tokenizer
 
 COMMIT_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class Split:
-    """Which documents are held out.
-
-    fraction: the share of documents, by a hash of their text (of the first piece of a long one).
-    first: number of the first source that is held out as a whole.
-    """
-
-    fraction: float
-    first: int
-
-    def parts(self, reader: Reader) -> Iterator[tuple[Piece, str]]:
-        """The pieces, and the part that each belongs to."""
-        part = reader.place.inside
-        for piece in reader:
-            if piece.begins:
-                part = PARTS[self._is_held_out(piece.text, reader.place.source)]
-            yield piece, part
-
-    def _is_held_out(self, text: str, source: int) -> bool:
-        if source >= self.first:
-            return True
-        digest = hashlib.sha256(text.encode()).digest()
-        return int.from_bytes(digest[:8], "big") < self.fraction * 2**64
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Pieces that are made tokens at once.
-
-    pieces: text, whether a document begins with it, and its part.
-    after, read: those of the last piece.
-    """
-
-    pieces: list[tuple[str, bool, str]]
-    after: Place | None
-    read: int
-
-
 def fill(
     writer: Writer,
     reader: Reader,
-    split: Split,
     tokenizer: Tokenizer,
     workers: int,
     size: int,
@@ -81,7 +37,6 @@ def fill(
     Args:
         writer: after `begin`.
         reader: at the writer's place.
-        split: which documents are held out.
         tokenizer: makes tokens.
         workers: processes that do so; the result does not depend on it.
         size: bytes of all sources on the disk.
@@ -112,18 +67,19 @@ def fill(
             batch, future = waiting.popleft()
             for name, new in future.result().items():
                 writer.parts[name].append(new)
-            place = batch.after
+            place = batch[-1].after
             now = time.monotonic()
             if place is not None and now - committed >= COMMIT_SECONDS:
                 writer.commit(place)
                 committed = now
             tokens = sum(part.tokens for part in writer.parts.values()) - first
             bar.set_postfix_str(f"{tokens / (now - start):,.0f} tokens/s", refresh=False)
-            bar.update(batch.read - bar.n)
+            bar.update(batch[-1].read - bar.n)
 
         try:
-            for batch in _batches(split.parts(reader)):
-                waiting.append((batch, pool.submit(_encode, batch.pieces)))
+            for batch in _batches(reader):
+                sent = [(piece.text, piece.begins, piece.part) for piece in batch]
+                waiting.append((batch, pool.submit(_encode, sent)))
                 if len(waiting) > 2 * workers:
                     write_one()
                 if signals.stopped():
@@ -141,24 +97,17 @@ def fill(
             ) from error
 
 
-def _batches(pieces: Iterator[tuple[Piece, str]]) -> Iterator[Batch]:
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Pieces in batches of about PIECE characters."""
-    taken, count, piece = [], 0, None
-
-    def batch() -> Batch:
-        after = piece.after
-        if after is not None and not piece.ends:
-            after = replace(after, inside=part)
-        return Batch(taken, after, piece.read)
-
-    for piece, part in pieces:
-        taken.append((piece.text, piece.begins, part))
+    batch, count = [], 0
+    for piece in pieces:
+        batch.append(piece)
         count += len(piece.text)
         if count >= PIECE:
-            yield batch()
-            taken, count = [], 0
-    if taken:
-        yield batch()
+            yield batch
+            batch, count = [], 0
+    if batch:
+        yield batch
 
 
 _tokenizer: Tokenizer
@@ -182,7 +131,7 @@ def _start(tokenizer: Tokenizer, code: str, lock: TextIO) -> None:
 
 
 def _encode(pieces: list[tuple[str, bool, str]]) -> dict[str, Encoded]:
-    """The tokens of a batch, by part."""
+    """The tokens of a batch, by part; pieces as texts, whether documents begin, and their parts."""
     rows, encoded = _tokenizer.encode([text for text, _, _ in pieces]), {}
     start = _tokenizer.document_start
     for name in {part for _, _, part in pieces}:

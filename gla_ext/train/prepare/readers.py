@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import gzip
+import hashlib
 import io
 import itertools
 import json
@@ -25,6 +26,7 @@ from gla_ext.train.prepare.sources import (
     sources,
     suffix_of,
 )
+from gla_ext.train.tokens.folder import PARTS
 
 MAX_LINE = 16 << 20  # bytes of a line of JSON
 PIECE = 1 << 18  # characters of a document that are tokenized at once; at most twice as many
@@ -42,14 +44,15 @@ class Piece:
     """A part of a document's text.
 
     text: never empty.
-    begins, ends: whether the document begins, or ends, with it.
+    begins: whether the document begins with it.
+    part: that of the document, 'train' or 'held_out'.
     after: the place after it; None inside a document that can only be read from its beginning.
     read: bytes on the disk that are read so far, of all sources.
     """
 
     text: str
     begins: bool
-    ends: bool
+    part: str
     after: Place | None
     read: int
 
@@ -63,6 +66,9 @@ class Reader:
     column: the key or column that holds a document's text.
     delimiter: what separates documents in a text file. None: a file is a document.
     skip_not_utf8: leave out text files that are not UTF-8.
+    held_out: the share of documents that are held out, by a hash of their text (of the first piece
+        of a long one).
+    first_held_out: number of the first source that is held out as a whole.
     tell: takes a sentence about what is left out.
     """
 
@@ -71,6 +77,8 @@ class Reader:
     column: str
     delimiter: str | None
     skip_not_utf8: bool
+    held_out: float
+    first_held_out: int
     tell: Callable[[str], None]
 
     def __iter__(self) -> Iterator[Piece]:
@@ -94,15 +102,17 @@ class Reader:
     def _text(self, source: Source) -> Iterator[Piece]:
         if self.place.at == 0 and not self._is_text(source):
             return
-        begins = self.place.inside is None
+        part = self.place.inside
+        begins = part is None
         with _opened(source.path, self.place.at) as (file, raw):
             decode = codecs.getincrementaldecoder("utf-8")().decode
             blocks = (decode(block) for block in _blocks(file))
             for text, ends in _documents(blocks, self.delimiter):
+                part = self._part_of(text) if begins else part
                 length = len(text.encode()) + len((self.delimiter or "").encode()) * ends
-                self._move(self.place.at + length)
+                self._move(self.place.at + length, inside=None if ends else part)
                 if text:
-                    yield Piece(text, begins, ends, self.place, self.place.done + raw.tell())
+                    yield Piece(text, begins, part, self.place, self.place.done + raw.tell())
                 begins = ends
 
     def _is_text(self, source: Source) -> bool:
@@ -223,13 +233,20 @@ class Reader:
         except (AttributeError, UnicodeEncodeError):  # no string; half of a surrogate pair
             self._leave_out(source, f"no text under {self.column!r}")
             return
-        begins = True
+        part = None
         for piece, ends in cut(text) if text else ():
-            yield Piece(piece, begins, ends, self.place if ends else None, self.place.done + read)
-            begins = False
+            begins, part = part is None, part or self._part_of(piece)
+            after = self.place if ends else None
+            yield Piece(piece, begins, part, after, self.place.done + read)
 
-    def _move(self, at: int, line: int = 0) -> None:
-        self.place = replace(self.place, at=at, line=line, inside=None)
+    def _part_of(self, text: str) -> str:
+        """The part of a document that begins with a text."""
+        place = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+        is_held_out = place < self.held_out * 2**64 or self.place.source >= self.first_held_out
+        return PARTS[is_held_out]
+
+    def _move(self, at: int, line: int = 0, inside: str | None = None) -> None:
+        self.place = replace(self.place, at=at, line=line, inside=inside)
 
     def _leave_out(self, source: Source, problem: str) -> None:
         self.place = replace(self.place, broken=self.place.broken + 1)
