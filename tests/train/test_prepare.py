@@ -305,6 +305,10 @@ REFUSED = {  # what is done to the source, the arguments, and what is said
     "broken alone": (add("x.jsonl", b"{\n"), [], "got none; 1 broken ones were left out"),
     "all held out": (None, ["--held-out", 1], "documents to train on, got 60, all held out"),
     "none held out": (None, ["--held-out", 0], "that are held out, got none of 60; a larger"),
+    "start of bytes": (
+        *(None, ["--document-start", "x"], "--document-start with a tokenizer that is given"),
+    ),
+    "delimiter": (None, ["--delimiter", ""], "expected --delimiter to be some text, got none"),
     "range": (None, ["--held-out", 2], "expected --held-out to be from 0 to 1, got 2.0"),
     "workers": (None, ["--workers", -1], "expected --workers to be from 1 to 1024, got -1"),
     "column": (parquet_of(a=["x"], b=["y"]), [], "have a column 'text', got a, b; --column names"),
@@ -318,7 +322,11 @@ REFUSED = {  # what is done to the source, the arguments, and what is said
     "splits": (two_splits, [], "got several splits; name one: .*/train"),
     "no tokenizer": (None, ["--tokenizer", "."], "to hold tokenizer.json, got none; transformers"),
     "nowhere": (None, ["--tokenizer", "nowhere"], "No such file or directory: 'nowhere'"),
-    "no token": (None, ["--document-start", "<s>"], "to have the token '<s>', got none"),
+    "no token": (
+        None,
+        ["--document-start", "<s>", "--tokenizer", "tokenizer"],
+        "to have the token '<s>', got none",
+    ),
 }
 
 
@@ -328,11 +336,10 @@ def test_refused(lines, tmp_path, capsys, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     if change is not None:
         change(lines)
-    if "--document-start" in args:
+    if "tokenizer" in args:
         from gla_ext.train.tokens.tokenizer import byte_tokenizer
 
         byte_tokenizer().save(tmp_path / "tokenizer")
-        args = [*args, "--tokenizer", "tokenizer"]
     prepare(lines, "--out", tmp_path / "out", *BYTES, *args, code=2)
     assert re.search("^gla_ext.train.prepare: .*" + message, capsys.readouterr().err, re.MULTILINE)
     assert not (tmp_path / "out" / MANIFEST).exists()

@@ -107,6 +107,7 @@ def prepare(options: argparse.Namespace, signals: StopSignals, lock: TextIO) -> 
             raise ValueError(f"expected --out to be outside of the sources, got it in {path}")
     digest, count, size = measure(paths)
     held_out_digest, _, held_out_size = measure(held_out)
+    total = size + held_out_size
     fraction = 0.0 if held_out else options.held_out
     settings = {
         "SOURCE": digest,
@@ -134,7 +135,6 @@ def prepare(options: argparse.Namespace, signals: StopSignals, lock: TextIO) -> 
     elif (folder / "tokenizer.json").exists():
         tokenizer = read_tokenizer(folder)
     else:
-        total = size + held_out_size
         begin = reader(Place(), lambda sentence: None)  # they are said when tokens are made
         tokenizer = train_tokenizer(options.train_tokenizer, begin, total, signals.check)
         tokenizer.save(folder)
@@ -144,7 +144,6 @@ def prepare(options: argparse.Namespace, signals: StopSignals, lock: TextIO) -> 
         print(f"Going on behind {sum(x.tokens for x in writer.parts.values()):,} tokens")
     try:
         left = reader(writer.place, _teller())
-        total = size + held_out_size
         fill(writer, left, tokenizer, options.workers, total, signals, lock)
         _check_parts(writer, options)
     except BaseException:
@@ -180,6 +179,10 @@ def _check(options: argparse.Namespace) -> None:
     """Fills in defaults and raises ValueError for options out of range."""
     if options.held_out is not None and options.held_out_files:
         raise ValueError("expected --held-out or --held-out-files, got both")
+    if options.document_start is not None and options.tokenizer in (None, _BYTES):
+        raise ValueError("expected --document-start with a tokenizer that is given, got it alone")
+    if options.delimiter == "":
+        raise ValueError("expected --delimiter to be some text, got none")
     options.held_out = 0.005 if options.held_out is None else options.held_out
     options.workers = options.workers or len(os.sched_getaffinity(0))
     ranges = (
