@@ -20,6 +20,7 @@ from gla_ext.train.prepare import filling, readers, writer
 from gla_ext.train.prepare.readers import Reader
 from gla_ext.train.prepare.sources import Place
 from gla_ext.train.tokens.folder import MANIFEST, PROGRESS, open_folder
+from gla_ext.train.tokens.tokenizer import Tokenizer
 
 TEXTS = documents(60)
 BYTES = ("--tokenizer", "bytes", "--held-out", 0.1, "--workers", 1)
@@ -213,6 +214,14 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(lines, tmp_path, small, 
     assert sorted(texts_of(out) + texts_of(out, "held_out")) == sorted(TEXTS)
     prepare(lines, "--out", out, *BYTES)
     assert "is prepared already" in capsys.readouterr().out
+
+
+def test_a_process_that_was_killed_is_said(lines, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patched:
+        patched.setattr(Tokenizer, "encode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        prepare(lines, "--out", tmp_path / "out", *BYTES, code=2)
+    assert "got one that was killed, perhaps for its memory" in capsys.readouterr().err
+    prepare(lines, "--out", tmp_path / "out", *BYTES)
 
 
 def test_broken_lines_are_counted_and_said(lines, tmp_path, capsys):

@@ -64,22 +64,22 @@ def fill(
 
         def write_one() -> None:
             nonlocal place, committed
-            batch, future = waiting.popleft()
+            last, future = waiting.popleft()
             for name, new in future.result().items():
                 writer.parts[name].append(new)
-            place = batch[-1].after
+            place = last.after
             now = time.monotonic()
             if place is not None and now - committed >= COMMIT_SECONDS:
                 writer.commit(place)
                 committed = now
             tokens = sum(part.tokens for part in writer.parts.values()) - first
             bar.set_postfix_str(f"{tokens / (now - start):,.0f} tokens/s", refresh=False)
-            bar.update(batch[-1].read - bar.n)
+            bar.update(last.read - bar.n)
 
         try:
             for batch in _batches(reader):
                 sent = [(piece.text, piece.begins, piece.part) for piece in batch]
-                waiting.append((batch, pool.submit(_encode, sent)))
+                waiting.append((batch[-1], pool.submit(_encode, sent)))
                 if len(waiting) > 2 * workers:
                     write_one()
                 if signals.stopped():
