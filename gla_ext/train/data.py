@@ -205,13 +205,14 @@ class Batches:
             )
         self._epoch, self._starts = -1, stream.new_empty(0, dtype=torch.int64)
 
-    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step: int64 `[batch_size, seq_len]` each."""
+    def __call__(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a step, or of some of its rows: int64 `[batch_size, seq_len]`."""
         first = step // self.segments * self.batch_size
         done = step % self.segments * self.seq_len
-        starts = [self._start(window) + done for window in range(first, first + self.batch_size)]
-        rows = torch.stack([self.stream[s : s + self.seq_len + 1] for s in starts]).long()
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        windows = range(first, first + self.batch_size)[rows]
+        starts = [self._start(window) + done for window in windows]
+        batch = torch.stack([self.stream[s : s + self.seq_len + 1] for s in starts]).long()
+        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
     def most_documents(self) -> int:
         """The largest number of documents in a row of a step."""

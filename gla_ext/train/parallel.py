@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gla_ext.model.checkpoint import load_tensors, model_tensors, write_tensors
 from gla_ext.train.presets import Options, Settings
 
-Batches = Callable[[int], tuple[Tensor, Tensor]]
+Batches = Callable[..., tuple[Tensor, Tensor]]
 Tensors = dict[str, Tensor]
 Tags = dict[str, Any]  # metadata of a file
 Result = TypeVar("Result")

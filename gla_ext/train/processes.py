@@ -127,12 +127,11 @@ class Processes(Parallel):
     def own_part(self, batches: Batches) -> Batches:
         """This rank's rows and tokens of a step's windows."""
         dp, cp = self.mesh["dp"], self.mesh["cp"]
+        count = batches.batch_size // dp.size()
+        rows = slice(dp.get_local_rank() * count, (dp.get_local_rank() + 1) * count)
 
         def own(step: int) -> tuple[Tensor, Tensor]:
-            return tuple(
-                x.chunk(dp.size())[dp.get_local_rank()].chunk(cp.size(), 1)[cp.get_local_rank()]
-                for x in batches(step)
-            )
+            return tuple(x.chunk(cp.size(), 1)[cp.get_local_rank()] for x in batches(step, rows))
 
         return own
 

@@ -90,16 +90,16 @@ class TokenBatches:
             )
         self.mixture = Mixture(weights or self.windows)
 
-    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step: int64 `[batch_size, seq_len]` each."""
+    def __call__(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a step, or of some of its rows: int64 `[batch_size, seq_len]`."""
         first = step // self.segments * self.batch_size
         done = step % self.segments * self.seq_len
-        rows = []
-        for window in range(first, first + self.batch_size):
+        read = []
+        for window in range(first, first + self.batch_size)[rows]:
             corpus, number = self.mixture(window)
             start = self._start(corpus, number) + done
-            rows.append(self.streams[corpus][start : start + self.seq_len + 1])
-        batch = torch.stack(rows)
+            read.append(self.streams[corpus][start : start + self.seq_len + 1])
+        batch = torch.stack(read)
         if self.device.type == "cuda":
             batch = batch.pin_memory()  # so that the copy does not wait for the GPU
         batch = batch.to(self.device, non_blocking=True)
