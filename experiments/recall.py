@@ -42,6 +42,8 @@ class Recall:
     seq_len: int
     pairs: int
 
+    tokens_per_byte = 1.0  # as of a Corpus
+
     def __post_init__(self) -> None:
         if self.seq_len % 2 or self.seq_len < 4 * self.pairs:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -35,12 +36,14 @@ class Bytes:
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer in a checkpoint's folder, loaded by transformers, or bytes.
+    """The tokenizer in a checkpoint's folder, loaded by transformers, or bytes: where there is
+    none, or that of bytes which `gla_ext.train` writes.
 
     Raises:
         ValueError: if there is none and the model's vocabulary is not the 256 bytes.
     """
-    if (folder / "tokenizer_config.json").exists():
+    config = folder / "tokenizer_config.json"
+    if config.exists() and not json.loads(config.read_text("utf-8")).get("gla_ext_bytes"):
         from transformers import AutoTokenizer
 
         import gla_ext.hf  # noqa: F401  registers the model type 'gla'

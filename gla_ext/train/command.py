@@ -22,13 +22,7 @@ from gla_ext.devices import check_device, default_device, in_fixed_order
 from gla_ext.model import count_parameters
 from gla_ext.model.checkpoint import read_metadata
 from gla_ext.model.files import write_text
-from gla_ext.train.data import (
-    MAX_BYTES,
-    Corpus,
-    load_corpus,
-    lzma_bits_per_byte,
-    order0_bits_per_byte,
-)
+from gla_ext.train.data import Corpus
 from gla_ext.train.loop import Interrupted, StopSignals, train
 from gla_ext.train.parallel import Parallel
 from gla_ext.train.plot import plot_losses
@@ -42,9 +36,10 @@ from gla_ext.train.run_folder import (
     check_nothing_is_lost,
     held,
 )
+from gla_ext.train.tokens.corpus import TokenCorpus, absolute, open_corpus
 from gla_ext.train.trainer import CheckpointMismatch, Trainer, checkpoint_settings
 
-_PACKAGES = ("matplotlib", "safetensors", "tqdm")
+_PACKAGES = ("matplotlib", "safetensors", "tokenizers", "tqdm")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # for unprintable characters
     try:
-        _check_packages()
+        check_packages(_PACKAGES)
         return run(given, _processes(given))
     except (OSError, ValueError, ImportError, NotImplementedError) as error:
         print(f"gla_ext.train: {error}", file=sys.stderr)
@@ -79,7 +74,7 @@ def run(given: dict[str, Any], parallel: Parallel) -> int:
         parallel.lay_out(settings, options)
         with StopSignals(parallel) as signals:
             try:
-                corpus = load_corpus(settings.data)
+                corpus = open_corpus(settings.data, parallel.size)
                 with contextlib.ExitStack() as folder:
                     parallel.from_first(lambda: _take(folder, options, parallel))
                     _run(settings, options, corpus, signals, parallel)
@@ -115,12 +110,12 @@ def _command_to_go_on(
     return command
 
 
-def _check_packages() -> None:
-    """Raises ImportError if a package that the run needs, even only at its end, is missing."""
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+def check_packages(names: tuple[str, ...]) -> None:
+    """Raises ImportError if a package that is needed, even only at the end, is missing."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(
-            f"expected {', '.join(_PACKAGES)} to be installed, got no {', '.join(missing)}; "
+            f"expected {', '.join(names)} to be installed, got no {', '.join(missing)}; "
             f"'pip install {' '.join(missing)}' brings them"
         )
 
@@ -135,7 +130,7 @@ def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
     options = replace(defaults.options, **(options | {"device": device}))
     given = {name: value for name, value in given.items() if name not in names}
     if "data" in given:
-        given["data"] = os.path.realpath(given["data"])
+        given["data"] = absolute(given["data"])
     path = options.out / CHECKPOINT
     if options.resume and path.exists():
         settings = checkpoint_settings(read_metadata(path), path)
@@ -154,7 +149,11 @@ def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
 
 
 def _run(
-    settings: Settings, options: Options, corpus: Corpus, signals: StopSignals, parallel: Parallel
+    settings: Settings,
+    options: Options,
+    corpus: Corpus | TokenCorpus,
+    signals: StopSignals,
+    parallel: Parallel,
 ) -> None:
     """Trains, evaluates and writes everything; raises Interrupted when a signal came."""
     start = time.perf_counter()
@@ -184,14 +183,8 @@ def _run(
     print(f"{time.perf_counter() - start:.0f} s in all{rate}")
 
 
-def _print_start(trainer: Trainer, corpus: Corpus, options: Options) -> None:
-    train, held_out = (sum(len(text) for _, text in x) for x in (corpus.train, corpus.held_out))
-    print(
-        f"Text: {corpus.name}: {len(corpus.train)} documents, {train:,} bytes to train on; "
-        f"{len(corpus.held_out)} documents, {held_out:,} bytes held out"
-    )
-    if corpus.left_out:
-        print(f"Left out: {corpus.left_out:,} bytes of text beyond {MAX_BYTES >> 20} MiB")
+def _print_start(trainer: Trainer, corpus: Corpus | TokenCorpus, options: Options) -> None:
+    print(f"Text: {corpus}")
     settings = trainer.settings
     print(
         f"Model: {count_parameters(trainer.model):,} parameters, {settings.layers} layers of width "
@@ -210,21 +203,20 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
-def _finish(trainer: Trainer, corpus: Corpus, options: Options, speed: dict[str, float]) -> None:
+def _finish(
+    trainer: Trainer, corpus: Corpus | TokenCorpus, options: Options, speed: dict[str, float]
+) -> None:
     """Writes the model, the metrics, the curve and the sample, and prints the results."""
-    bits = {
-        "this model": trainer.evaluations[-1][1],
-        "lzma": lzma_bits_per_byte(corpus.held_out),
-        "order-0": order0_bits_per_byte(corpus.train, corpus.held_out),
-    }
+    bits = {"this model": trainer.evaluations[-1][1]} | corpus.bits_of_others()
     out = options.out
     trainer.model.save_pretrained(out)
+    corpus.tokenizer.save(out)
     sample = trainer.sample(options.prompt, options.sample_bytes)
     write_text(out / SAMPLE, sample + "\n")
     plot_losses(out / CURVE, trainer, bits)
     metrics = {
         "held_out_bits_per_byte": bits,
-        "held_out_bytes": sum(len(text) for _, text in corpus.held_out),
+        "held_out_bytes": corpus.held_out_bytes,
         "train_bits_per_byte": trainer.recent_loss(),
         "steps": trainer.step,
         **speed,

@@ -20,6 +20,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from gla_ext.train.tokens.tokenizer import Tokenizer, byte_tokenizer
+
 DOCUMENT_START = 0
 VOCAB_SIZE = 256
 MAX_BYTES = 64 << 20
@@ -41,12 +43,65 @@ class Corpus:
     name: source of the documents, for people.
     train, held_out: names and contents, in the order of a hash of the name.
     left_out: bytes of further text that did not fit.
+
+    `gla_ext.train.tokens.corpus.TokenCorpus` has the same methods and attributes but these.
     """
 
     name: str
     train: tuple[tuple[str, bytes], ...]
     held_out: tuple[tuple[str, bytes], ...]
     left_out: int = 0
+
+    vocab_size = VOCAB_SIZE
+    document_start = DOCUMENT_START
+    tokens_per_byte = 1.0  # of the text to train on
+    held_out_tokens_per_byte = 1.0
+
+    def __str__(self) -> str:
+        train, held_out = (sum(len(text) for _, text in x) for x in (self.train, self.held_out))
+        left_out = f"{self.left_out:,} bytes of text beyond {MAX_BYTES >> 20} MiB"
+        return (
+            f"{self.name}: {len(self.train)} documents, {train:,} bytes to train on; "
+            f"{len(self.held_out)} documents, {held_out:,} bytes held out"
+        ) + f"\nLeft out: {left_out}" * (self.left_out > 0)
+
+    @property
+    def held_out_bytes(self) -> int:
+        """The size of the text held out."""
+        return sum(len(text) for _, text in self.held_out)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The bytes, as a tokenizer."""
+        return byte_tokenizer()
+
+    def batches(
+        self, batch_size: int, seq_len: int, seed: int, segments: int, device: torch.device
+    ) -> Batches:
+        """The windows to train on, with the arguments of `Batches`."""
+        return Batches(encode(self.train).to(device), batch_size, seq_len, seed, segments)
+
+    def held_out_tokens(self, device: torch.device) -> Tensor:
+        """The documents held out: see `encode`."""
+        return encode(self.held_out).to(device)
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of a document's beginning. Bytes of the command line that are not UTF-8 are
+        surrogates in it.
+        """
+        return [DOCUMENT_START, *text.encode(errors="surrogateescape")]
+
+    def text_of(self, tokens: list[int]) -> str:
+        """The text of a document's tokens."""
+        text = bytes(tokens).strip(bytes([DOCUMENT_START]))
+        return text.decode(errors="replace")
+
+    def bits_of_others(self) -> dict[str, float]:
+        """Bits per held-out byte of simple coders, by their names."""
+        return {
+            "lzma": lzma_bits_per_byte(self.held_out),
+            "order-0": order0_bits_per_byte(self.train, self.held_out),
+        }
 
     @property
     def fingerprint(self) -> str:
@@ -150,13 +205,20 @@ class Batches:
             )
         self._epoch, self._starts = -1, stream.new_empty(0, dtype=torch.int64)
 
-    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step: int64 `[batch_size, seq_len]` each."""
+    def __call__(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a step, or of some of its rows: int64 `[batch_size, seq_len]`."""
         first = step // self.segments * self.batch_size
         done = step % self.segments * self.seq_len
-        starts = [self._start(window) + done for window in range(first, first + self.batch_size)]
-        rows = torch.stack([self.stream[s : s + self.seq_len + 1] for s in starts]).long()
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        windows = range(first, first + self.batch_size)[rows]
+        starts = [self._start(window) + done for window in windows]
+        batch = torch.stack([self.stream[s : s + self.seq_len + 1] for s in starts]).long()
+        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+
+    def most_documents(self) -> int:
+        """The largest number of documents in a row of a step."""
+        starts = (self.stream == DOCUMENT_START).cumsum(0, dtype=torch.int32)
+        inside = starts[self.seq_len - 1 :] - starts[: len(starts) - self.seq_len + 1]
+        return 1 + int(inside.max())
 
     def _start(self, window: int) -> int:
         """The start in the stream of the window with this running number."""

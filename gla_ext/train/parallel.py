@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gla_ext.model.checkpoint import load_tensors, model_tensors, write_tensors
 from gla_ext.train.presets import Options, Settings
 
-Batches = Callable[[int], tuple[Tensor, Tensor]]
+Batches = Callable[..., tuple[Tensor, Tensor]]
 Tensors = dict[str, Tensor]
 Tags = dict[str, Any]  # metadata of a file
 Result = TypeVar("Result")
@@ -28,13 +28,14 @@ class Parallel:
     methods at the same points.
 
     Attributes:
-        size: number of processes.
+        size: number of processes. replicas: in how many parts they cut a batch's rows.
         launcher: command that starts them.
         autocasts: whether autocast chooses the dtype of products.
         arguments: keyword arguments of the model's call in a step.
     """
 
     size = 1
+    replicas = 1
     launcher: tuple[str, ...] = (sys.executable,)
     autocasts = True
 

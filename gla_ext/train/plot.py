@@ -23,7 +23,8 @@ def plot_losses(path: str | Path, trainer: Trainer, bits_per_byte: dict[str, flo
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    losses = trainer.losses[: trainer.step].double().cpu() / math.log(2)
+    bits = trainer.corpus.tokens_per_byte / math.log(2)
+    losses = trainer.losses[: trainer.step].double().cpu() * bits
     span = max(1, len(losses) // 50)
     smooth = losses.unfold(0, span, 1).mean(-1) if len(losses) else losses
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")

@@ -50,16 +50,18 @@ class Settings:
     steps and falls to 0.
     """
 
-    data: str | None = _flag(
+    data: list[str] | None = _flag(  # noqa: RUF009
         None,
-        f"text file, or folder of text files; up to {MAX_BYTES >> 20} MiB",
+        f"text file, or folder of text files, up to {MAX_BYTES >> 20} MiB; or folders that python "
+        "-m gla_ext.train.prepare wrote, each as FOLDER or FOLDER:WEIGHT",
         "the source files of Python's standard library",
         type=str,
+        nargs="+",
     )
     dtype: str = _flag("float32", "of the products, bfloat16 by autocast", choices=list(DTYPES))
     steps: int = _flag(2000, "optimizer steps in all")
     batch_size: int = _flag(8, "windows a step, of all processes")
-    seq_len: int = _flag(128, "bytes a window")
+    seq_len: int = _flag(128, "tokens a window")
     hidden_size: int = _flag(128, "model width")
     layers: int = _flag(3, "number of blocks")
     heads: int = _flag(2, "heads a layer")
@@ -85,16 +87,19 @@ class Settings:
         if not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"expected --seed to have at most 64 bits, got {self.seed}")
 
-    def model_config(self) -> GLAConfig:
+    def model_config(
+        self, vocab_size: int = VOCAB_SIZE, document_start: int = DOCUMENT_START
+    ) -> GLAConfig:
+        """The model for a corpus's tokens. Default: bytes."""
         return GLAConfig(
             hidden_size=self.hidden_size,
             num_hidden_layers=self.layers,
             num_heads=self.heads,
             use_short_conv=self.use_short_conv,
             initializer_range=self.hidden_size**-0.5,
-            vocab_size=VOCAB_SIZE,
-            bos_token_id=DOCUMENT_START,
-            eos_token_id=DOCUMENT_START,
+            vocab_size=vocab_size,
+            bos_token_id=document_start,
+            eos_token_id=document_start,
         )
 
     def learning_rate(self, step: int) -> float:
@@ -125,10 +130,10 @@ class Options:
     compile: bool = _switch(False, "use torch.compile", "no; GPU: yes")
     cuda_graph: bool = _switch(False, "make each step one CUDA graph, on a GPU")
     prompt: str = _flag("def ", "text that the sample continues", "'def '")
-    sample_bytes: int = _flag(400, "longest sample, bytes")
+    sample_bytes: int = _flag(400, "longest sample, tokens")
     save_every: int = _flag(200, "steps between checkpoints")
     tensor_parallel: int = _flag(1, "processes that share each layer's heads and channels")
-    context_parallel: int = _flag(1, "processes that share each window's bytes")
+    context_parallel: int = _flag(1, "processes that share each window's tokens")
 
     def __post_init__(self) -> None:
         check_at_least(self, sample_bytes=0, save_every=1, tensor_parallel=1, context_parallel=1)

@@ -55,6 +55,10 @@ class Processes(Parallel):
     def size(self) -> int:
         return dist.get_world_size()
 
+    @property
+    def replicas(self) -> int:
+        return self.mesh["dp"].size()
+
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
         dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
@@ -73,13 +77,14 @@ class Processes(Parallel):
 
         Raises:
             ValueError: sizes that do not divide the number of processes, the batch or the window.
-            NotImplementedError: segments above 1; packed; cuda_graph.
+            NotImplementedError: segments above 1; packed with context_parallel; cuda_graph.
         """
-        if settings.segments > 1 or settings.packed:
+        if settings.segments > 1:
             raise NotImplementedError(
-                "expected --segments 1 and --no-packed on several processes, got "
-                f"--segments {settings.segments}{' --packed' if settings.packed else ''}"
+                f"expected --segments 1 on several processes, got --segments {settings.segments}"
             )
+        if settings.packed and options.context_parallel > 1:
+            raise NotImplementedError("expected --no-packed with --context-parallel, got --packed")
         if options.cuda_graph:
             raise NotImplementedError(
                 "expected --no-cuda-graph on several processes, got --cuda-graph"
@@ -122,12 +127,11 @@ class Processes(Parallel):
     def own_part(self, batches: Batches) -> Batches:
         """This rank's rows and tokens of a step's windows."""
         dp, cp = self.mesh["dp"], self.mesh["cp"]
+        count = batches.batch_size // dp.size()
+        rows = slice(dp.get_local_rank() * count, (dp.get_local_rank() + 1) * count)
 
         def own(step: int) -> tuple[Tensor, Tensor]:
-            return tuple(
-                x.chunk(dp.size())[dp.get_local_rank()].chunk(cp.size(), 1)[cp.get_local_rank()]
-                for x in batches(step)
-            )
+            return tuple(x.chunk(cp.size(), 1)[cp.get_local_rank()] for x in batches(step, rows))
 
         return own
 

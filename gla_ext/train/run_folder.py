@@ -14,24 +14,27 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from gla_ext.model.checkpoint import CONFIG_FILE, MODEL_FILE, read_metadata
 from gla_ext.model.files import remove_leftovers
 
 CHECKPOINT = "checkpoint.safetensors"
 METRICS, CURVE, SAMPLE = "metrics.json", "loss.png", "sample.txt"
-RESULTS = (MODEL_FILE, CONFIG_FILE, METRICS, CURVE, SAMPLE)
+TOKENIZER = ("tokenizer_config.json", "tokenizer.json")
+RESULTS = (MODEL_FILE, CONFIG_FILE, *TOKENIZER, METRICS, CURVE, SAMPLE)
 LOCK = ".gla_ext-train.lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
+def held(folder: Path) -> Iterator[TextIO]:
     """Makes the folder and locks it against other runs; removes files that a killed run left
     partial.
 
-    The lock is on a file in the folder, which is not removed. The kernel releases the lock when the
-    process ends, in any way.
+    The lock is on a file in the folder, which is given and is not removed. The kernel releases the
+    lock when the process ends, in any way, and those that it forked and that did not close the
+    file.
 
     Raises:
         NotADirectoryError: if something other than a folder is there.
@@ -62,7 +65,7 @@ def held(folder: Path) -> Iterator[None]:
         lock.flush()
         for name in (CHECKPOINT, *RESULTS):
             remove_leftovers(folder / name)
-        yield
+        yield lock
 
 
 def folders(out: Path) -> list[Path]:

@@ -37,15 +37,17 @@ class PackedRows(NamedTuple):
     goes_on: Tensor
 
 
-def pack_rows(inputs: Tensor, capacity: int) -> PackedRows:
+def pack_rows(inputs: Tensor, capacity: int, start: int = DOCUMENT_START) -> PackedRows:
     """Finds the documents of a batch; nothing is read back from a GPU.
 
     Args:
-        inputs: int64 `[B, T]`; a document starts at every byte 0, and one at each row's start.
+        inputs: int64 `[B, T]`; a document starts at every token `start`, and one at each row's
+            start.
         capacity: N, at least the number of documents.
+        start: the token that starts a document. Default: byte 0.
     """
     B, T = inputs.shape
-    starts = inputs == DOCUMENT_START
+    starts = inputs == start
     goes_on = ~starts[:, 0]
     starts = F.pad(starts[:, 1:], (1, 0), value=True).flatten()
     number = starts.cumsum(0) - 1
@@ -55,13 +57,6 @@ def pack_rows(inputs: Tensor, capacity: int) -> PackedRows:
     cu_seqlens.scatter_(0, number.where(starts, capacity), tokens.where(starts, B * T))
     number = number.view(B, T)
     return PackedRows(cu_seqlens, number[:, 0], number[:, -1], goes_on)
-
-
-def most_documents(stream: Tensor, batch_size: int, seq_len: int) -> int:
-    """The largest number of documents in batch_size windows of seq_len tokens of a stream."""
-    starts = (stream == DOCUMENT_START).cumsum(0, dtype=torch.int32)
-    inside = starts[seq_len - 1 :] - starts[: len(stream) - seq_len + 1]
-    return batch_size * (1 + int(inside.max()))
 
 
 def forward(
@@ -96,11 +91,12 @@ class SegmentedLoss:
     Args:
         loss: `loss(logits, targets)`, a scalar, for `[B, T, vocab_size]` and int64 `[B, T]`.
         segments: steps per window; with 1, no states are passed on.
-        documents: result of `most_documents` for the text, if each document starts from a zero
+        documents: the largest number of documents in a batch, if each document starts from a zero
             state; 0 if states continue from one document to the next. Default: 0.
         compiled: whether a step is compiled, in one graph. Default: False.
         autocast: makes a context for the model's call. Default: none.
         in_place: keep states in tensors that never move, as a CUDA graph needs. Default: False.
+        document_start: the token that starts a document. Default: byte 0.
     """
 
     def __init__(
@@ -112,9 +108,10 @@ class SegmentedLoss:
         compiled: bool = False,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         in_place: bool = False,
+        document_start: int = DOCUMENT_START,
     ) -> None:
         self.model, self.segments, self.documents = model, segments, documents
-        self._in_place = in_place
+        self._in_place, self._document_start = in_place, document_start
         self._kept: States = []
         self._of_logits, self._autocast = loss, autocast
         self._run = torch.compile(self._step, fullgraph=True) if compiled else self._step
@@ -126,7 +123,9 @@ class SegmentedLoss:
         """
         if step % self.segments == 0:
             self.states = None
-        rows = pack_rows(inputs, self.documents) if self.documents else None
+        rows = None
+        if self.documents:
+            rows = pack_rows(inputs, self.documents, self._document_start)
         states = self.states
         if self._in_place and states:  # backward reads them after they are overwritten
             states = [map_entry(Tensor.clone, entry) for entry in states]

@@ -1,4 +1,4 @@
-"""Training a byte-level GLA language model: one update, evaluation, checkpoints.
+"""Training a GLA language model: one update, evaluation, checkpoints.
 
 All of an update follows from the settings, the corpus and the checkpoint, so that on CPU a resumed
 run equals the uninterrupted one bit for bit.
@@ -21,12 +21,14 @@ from torch import Tensor
 from gla_ext.model import GLAForCausalLM
 from gla_ext.model.checkpoint import read_tensors
 from gla_ext.model.weights import reset_convolutions
-from gla_ext.train.data import DOCUMENT_START, Batches, Corpus, encode
+from gla_ext.train.data import Corpus
 from gla_ext.train.graph import GraphedUpdate, check_graph
 from gla_ext.train.optimizer import optimizer_of
 from gla_ext.train.parallel import ONE_PROCESS, Parallel, under
 from gla_ext.train.presets import DTYPES, Settings
-from gla_ext.train.segments import SegmentedLoss, forward, most_documents, pack_rows
+from gla_ext.train.segments import SegmentedLoss, forward, pack_rows
+from gla_ext.train.tokens.corpus import TokenCorpus
+from gla_ext.train.tokens.folder import Stream
 
 _FORMAT = "gla_ext.train/1"
 # Gives as many blanks as the text has. When colder, or with top-p, runs of indentation never end.
@@ -41,7 +43,8 @@ class Trainer:
     """A model, its optimizer and its data at some step.
 
     Args:
-        settings, corpus, device: the run's settings, the text, and where to train.
+        settings, corpus, device: the run's settings, the text, as bytes or tokens, and where to
+            train.
         compiled: compile model and loss, forward and backward, by `torch.compile(fullgraph=True)`.
             Default: False.
         cuda_graph: make each update, including forward and backward, one CUDA graph, see
@@ -53,12 +56,12 @@ class Trainer:
         ValueError: cuda_graph on a device other than CUDA.
     """
 
-    evaluation_segment = 4096  # bytes that pass through the model at once
+    evaluation_segment = 4096  # tokens that pass through the model at once
 
     def __init__(
         self,
         settings: Settings,
-        corpus: Corpus,
+        corpus: Corpus | TokenCorpus,
         device: torch.device,
         compiled: bool = False,
         cuda_graph: bool = False,
@@ -67,9 +70,11 @@ class Trainer:
         if cuda_graph:
             check_graph(device)
         self.settings, self.device, self.parallel = settings, device, parallel
-        self.fingerprint = corpus.fingerprint
+        self.corpus, self.fingerprint = corpus, corpus.fingerprint
         batches, self.held_out = self.make_data(corpus)
         self.batches = parallel.own_part(batches)
+        rows = settings.batch_size // parallel.replicas
+        self.documents = rows * batches.most_documents() if settings.packed else 0
         torch.manual_seed(settings.seed)
         self.model = self.make_model().to(device)
         self.loss = parallel.prepare(self.model, self._loss, DTYPES[settings.dtype], compiled)
@@ -84,21 +89,23 @@ class Trainer:
         self.losses = torch.zeros(settings.steps, dtype=torch.float32, device=device)
         self.evaluations: list[tuple[int, float]] = []
 
-    def make_data(self, corpus: Corpus) -> tuple[Callable[[int], tuple[Tensor, Tensor]], Tensor]:
+    def make_data(
+        self, corpus: Corpus | TokenCorpus
+    ) -> tuple[Callable[[int], tuple[Tensor, Tensor]], Tensor | Stream]:
         """The batches, as a function of the step, and the tokens for `evaluate`."""
         settings = self.settings
-        stream = encode(corpus.train).to(self.device)
         sizes = (settings.batch_size, settings.seq_len, settings.seed, settings.segments)
-        return Batches(stream, *sizes), encode(corpus.held_out).to(self.device)
+        return corpus.batches(*sizes, self.device), corpus.held_out_tokens(self.device)
 
     def make_model(self) -> GLAForCausalLM:
         """The model with its initial weights."""
-        model = GLAForCausalLM(self.settings.model_config())
+        corpus = self.corpus
+        model = GLAForCausalLM(self.settings.model_config(corpus.vocab_size, corpus.document_start))
         reset_convolutions(model)
         return model
 
     def update(self) -> None:
-        """Runs one update and stores its loss, in nats per byte, in `losses[step]`.
+        """Runs one update and stores its loss, in nats per token, in `losses[step]`.
 
         This does not wait for a GPU: updates are queued until a loss is read.
         """
@@ -129,25 +136,24 @@ class Trainer:
         return loss.detach()
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of a batch, int64 `[B, T]` each, in nats per byte."""
+        """Mean cross entropy of a batch, int64 `[B, T]` each, in nats per token."""
         with self._autocast():
             logits = self.model(inputs, **self.parallel.arguments).logits
         return _cross_entropy(logits, targets)
 
     def _segmented_loss(self, compiled: bool, in_place: bool) -> SegmentedLoss | None:
         """The loss of an update with segments or packed documents, else None."""
-        settings, documents = self.settings, 0
-        if settings.packed:
-            sizes = (settings.batch_size, settings.seq_len)
-            documents = most_documents(self.batches.stream, *sizes)
-        elif settings.segments == 1:
+        segments = self.settings.segments
+        if segments == 1 and not self.documents:
             return None
-        options = (documents, compiled, self._autocast, in_place)
-        return SegmentedLoss(self.model, _cross_entropy, settings.segments, *options)
+        compiled &= self.parallel.size == 1  # else its blocks are
+        options = (self.documents, compiled, self._autocast, in_place, self.corpus.document_start)
+        return SegmentedLoss(self.model, _cross_entropy, segments, *options)
 
     def recent_loss(self, steps: int = 20) -> float:
         """Mean training loss of the last steps, in bits per byte; NaN before the first step."""
-        loss = self.losses[max(0, self.step - steps) : self.step].mean().item() / math.log(2)
+        loss = self.losses[max(0, self.step - steps) : self.step].mean().item()
+        loss *= self.corpus.tokens_per_byte / math.log(2)
         return self.parallel.mean(torch.tensor(loss, dtype=torch.float64)).item()
 
     def best_evaluation(self) -> tuple[int, float]:
@@ -169,41 +175,40 @@ class Trainer:
         """
         self.model.eval()
         states, bits, count = None, 0.0, 0
-        size = self.evaluation_segment
+        size, document_start = self.evaluation_segment, self.corpus.document_start
         with self.parallel.evaluating(self.model):
             for start in range(0, len(self.held_out) - 1, size):
                 if should_stop():
                     return None
-                row = self.held_out[start : start + size + 1].long()
+                row = self.held_out[start : start + size + 1].to(self.device).long()
                 inputs, rows = row[None, :-1], None
                 if self.settings.packed:
-                    rows = pack_rows(inputs, 1 + int((inputs == DOCUMENT_START).sum()))
+                    documents = 1 + int((inputs == document_start).sum())
+                    rows = pack_rows(inputs, documents, document_start)
                 with torch.no_grad(), self._autocast():
                     logits, states = forward(self.model, inputs, states, rows)
-                charged = row[1:] != DOCUMENT_START
+                charged = row[1:] != document_start
                 nats = F.cross_entropy(logits[0].float(), row[1:], reduction="none")[charged]
                 bits += nats.double().sum().item() / math.log(2)
                 count += int(charged.sum())
-        self.evaluations.append((self.step, bits / count))
-        return bits / count
+        bits *= self.corpus.held_out_tokens_per_byte / count
+        self.evaluations.append((self.step, bits))
+        return bits
 
     def sample(self, prompt: str, length: int) -> str:
-        """A continuation of a document that starts with prompt, at most `length` bytes."""
+        """A continuation of a document that starts with prompt, at most `length` tokens."""
         generator = torch.Generator(self.device).manual_seed(self.settings.seed)
-        # Bytes of the command line that are not UTF-8 arrive as surrogates.
-        prompt_bytes = prompt.encode(errors="surrogateescape")
-        tokens = torch.tensor([[DOCUMENT_START, *prompt_bytes]], device=self.device)
+        tokens = torch.tensor([self.corpus.prompt(prompt)], device=self.device)
         self.model.eval()
         with self._autocast():
             tokens = self.model.generate(
                 tokens,
                 length,
                 temperature=SAMPLE_TEMPERATURE,
-                eos_token_id=DOCUMENT_START,
+                eos_token_id=self.corpus.document_start,
                 generator=generator,
             )
-        text = bytes(tokens[0, 1:].tolist()).rstrip(bytes([DOCUMENT_START]))
-        return text.decode(errors="replace")
+        return self.corpus.text_of(tokens[0].tolist())
 
     def save(self, path: str | Path) -> None:
         """Writes one safetensors file, atomically, with all that `load` needs to continue from
@@ -290,7 +295,10 @@ def checkpoint_settings(metadata: dict[str, Any], path: str | Path) -> Settings:
             f"expected {path} to be a checkpoint of the format {_FORMAT}, got "
             f"{metadata.get('format')}"
         )
-    return Settings(**metadata["settings"])
+    settings = Settings(**metadata["settings"])
+    if isinstance(settings.data, str):  # as of 0.3.0
+        settings.data = [settings.data]
+    return settings
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

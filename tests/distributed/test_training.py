@@ -199,11 +199,9 @@ def run_refused(group, folder, settings, **options):
 
 REFUSED = {
     "expected --no-cuda-graph on several processes, got --cuda-graph": ({}, {"cuda_graph": True}),
-    "expected --segments 1 and --no-packed on several processes, got --segments 3": (
-        *({"segments": 3}, {}),
-    ),
-    "expected --segments 1 and --no-packed on several processes, got --segments 1 --packed": (
-        *({"packed": True}, {}),
+    "expected --segments 1 on several processes, got --segments 3": ({"segments": 3}, {}),
+    "expected --no-packed with --context-parallel, got --packed": (
+        *({"packed": True}, {"context_parallel": 2}),
     ),
     "expected --batch-size to be a multiple of 4, the ranks of FSDP2, got 6": (
         *({"batch_size": 6}, {}),

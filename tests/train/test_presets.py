@@ -32,7 +32,7 @@ OTHERS = {
     "save_every": 3,
     "tensor_parallel": 2,
     "context_parallel": 2,
-    "data": str(Path("text").resolve()),
+    "data": [str(Path("text").resolve())],
     "dtype": "float32",
     "steps": 11,
     "batch_size": 5,
@@ -90,7 +90,7 @@ def test_every_flag_overrides_the_preset_alone(gpu, name):
     if isinstance(value, bool):
         args = [flag if value else flag.replace("--", "--no-")]
     else:
-        args = [flag, value]
+        args = [flag, *(value if isinstance(value, list) else [value])]
     settings, options = decide(*args)
     got = vars(settings) | vars(options)
     before = vars(CUDA.settings) | vars(CUDA.options) | {"device": "cuda"}

@@ -18,6 +18,7 @@ from gla_ext.model.checkpoint import load_model, read_metadata, read_tensors, wr
 from gla_ext.model.files import replacing, write_text
 from gla_ext.train import command as train
 from gla_ext.train import data
+from gla_ext.train.data import Corpus
 from gla_ext.train.plot import plot_losses
 from gla_ext.train.run_folder import CHECKPOINT, LOCK, RESULTS, held
 
@@ -167,14 +168,14 @@ def test_text_in_odd_places(folder, tmp_path, capsys):
     (folder / name).write_bytes(b"au lait " * 100)
     run("--data", folder / name, "--out", tmp_path / "out", *TINY)
     run("--out", tmp_path / "out", "--resume", "--device", "cpu", "--sample-bytes", 4)
-    assert read_metadata(tmp_path / "out" / CHECKPOINT)["settings"]["data"] == str(folder / name)
+    assert read_metadata(tmp_path / "out" / CHECKPOINT)["settings"]["data"] == [str(folder / name)]
 
 
 def test_text_that_is_left_out_is_said(folder, tmp_path, capsys, monkeypatch):
     size = sum(path.stat().st_size for path in folder.rglob("*.txt"))
     (folder / "large").write_bytes(b"text" * (1 << 18))
     monkeypatch.setattr(data.load_corpus, "__defaults__", (None, size))
-    monkeypatch.setattr(train, "MAX_BYTES", size)
+    monkeypatch.setattr(data, "MAX_BYTES", size)
     run("--data", folder, "--out", tmp_path / "out", *TINY)
     assert f"Left out: {1 << 20:,} bytes of text beyond " in capsys.readouterr().out
 
@@ -183,7 +184,8 @@ def test_a_file_is_the_old_or_the_new_one(tmp_path, monkeypatch):
     """Whatever writes it: after an error the old one stands, and nothing lies beside it."""
     model = GLAForCausalLM(GLAConfig(hidden_size=16, num_hidden_layers=1, vocab_size=8))
     file = tmp_path / "file.png"
-    run = type("Run", (), {"losses": torch.ones(3), "step": 3, "evaluations": [(3, 2.0)]})
+    run = {"losses": torch.ones(3), "step": 3, "evaluations": [(3, 2.0)], "corpus": Corpus}
+    run = type("Run", (), run)
 
     def fails(*_):
         raise OSError("no space")

@@ -10,9 +10,13 @@ from torch.nn import functional as F
 from trainers import CORPUS, TEXTS, make_trainer
 
 from gla_ext.train.data import Batches, encode
-from gla_ext.train.segments import SegmentedLoss, forward, most_documents, pack_rows
+from gla_ext.train.segments import SegmentedLoss, forward, pack_rows
 
 STREAM = encode(CORPUS.train)
+
+
+def most_documents(batch_size, seq_len):
+    return batch_size * Batches(STREAM, batch_size, seq_len, seed=0).most_documents()
 
 
 def nats(logits, targets):
@@ -41,11 +45,11 @@ def test_the_steps_of_a_window_follow_each_other():
 def test_states_handed_on_equal_one_long_sequence(use_short_conv, packed):
     model = model_of_bytes(use_short_conv=use_short_conv)
     batch = Batches(STREAM, batch_size=3, seq_len=16, seed=0, segments=4)
-    documents = most_documents(STREAM, 3, 16) if packed else 0
+    documents = most_documents(3, 16) if packed else 0
     loss = SegmentedLoss(model, nats, 4, documents)
     losses = torch.stack([loss(step, *batch(step)) for step in range(4)])
     inputs, targets = (torch.cat(x, 1) for x in zip(*map(batch, range(4)), strict=True))
-    rows = pack_rows(inputs, most_documents(STREAM, 3, 64)) if packed else None
+    rows = pack_rows(inputs, most_documents(3, 64)) if packed else None
     whole = forward(model, inputs, None, rows)[0]
     expected = [nats(a, b) for a, b in zip(whole.split(16, 1), targets.split(16, 1), strict=True)]
     torch.testing.assert_close(losses, torch.stack(expected), rtol=1e-12, atol=1e-12)
@@ -73,7 +77,7 @@ def test_packed_documents_are_as_each_alone():
 def test_most_documents_is_the_largest_of_all_windows():
     for seq_len in (1, 10, 64):
         windows = (STREAM == 0).unfold(0, seq_len, 1)
-        assert most_documents(STREAM, 3, seq_len) == 3 * (1 + windows[:, 1:].sum(1).max().item())
+        assert most_documents(3, seq_len) == 3 * (1 + windows[:, 1:].sum(1).max().item())
 
 
 def test_no_gradient_passes_the_end_of_a_segment():
@@ -117,7 +121,7 @@ def test_a_packed_evaluation_is_that_of_each_document_alone(monkeypatch):
 def test_compiled_it_is_the_same(monkeypatch):
     batch = Batches(STREAM, batch_size=2, seq_len=16, seed=0, segments=3)
     model = make_model(vocab_size=256, num_hidden_layers=1).train()
-    documents = most_documents(STREAM, 2, 16)
+    documents = most_documents(2, 16)
     compiled = torch.compile
 
     def graph(function, **options):
