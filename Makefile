@@ -24,8 +24,12 @@
 # help           print this
 #
 # VENV=          folder of the virtual environment that make sets up, .venv by default
-# PYTHON=        interpreter to set it up with; by default the first that works of 3.13, 3.12, 3.11
+# PYTHON=        interpreter to set it up with; by default that of the environment there, or the
+#                first that works of 3.13, 3.12, 3.11
 # TORCH=         torch to build against, one pip requirement; a new PYTHON or TORCH builds anew
+# FORCE_CUDA=    1 builds the CUDA kernels without a GPU too, 0 builds for the CPU alone; by default
+#                they are built for the GPU of this machine. A build is kept as it was asked for
+#                until another is asked for
 # TORCHES=       versions of torch for `wheels`, the newest of each minor version supported
 # FLA=           version of flash-linear-attention for `test-fla`
 # TRANSFORMERS=  version of transformers for `test-fla`
@@ -39,6 +43,7 @@ VENV ?= .venv
 PYTHON ?=
 TORCH ?= torch==2.11.0
 TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+FORCE_CUDA ?=
 FLA ?= 0.5.2
 TRANSFORMERS ?= 4.55.4
 NPROC ?=
@@ -50,11 +55,17 @@ GPU_ARGS ?=
 py := $(VENV)/bin/python
 pip := $(py) -m pip --disable-pip-version-check
 checksum = $(shell printf '%s' '$(1)' | cksum | cut -d ' ' -f 1)
-venv_stamp := $(VENV)/.python-$(call checksum,$(PYTHON))
-deps_stamp := $(VENV)/.deps-$(call checksum,$(PYTHON) $(TORCH))
-fla_stamp := $(VENV)/fla/.done-$(call checksum,$(PYTHON) $(TORCH) $(FLA) $(TRANSFORMERS))
-docs_stamp := $(VENV)/.docs-$(call checksum,$(PYTHON))
-built_stamp := .build/.built-$(call checksum,$(VENV) $(PYTHON) $(TORCH))
+# Of PYTHON; without it, of the environment that is there.
+python := $(if $(PYTHON),$(call checksum,$(PYTHON)),$(or \
+	$(patsubst $(VENV)/.python-%,%,$(wildcard $(VENV)/.python-[0-9]*)),$(call checksum,)))
+# What the environment asks of setup.py; else what it asked at the last build.
+cuda := $(or $(strip $(foreach name,FORCE_CUDA TORCH_CUDA_ARCH_LIST GLA_EXT_CUDA_ARCHS,\
+	$(if $($(name)),$(name)='$($(name))'))),$(shell cat .build/cuda 2>/dev/null))
+venv_stamp := $(VENV)/.python-$(python)
+deps_stamp := $(VENV)/.deps-$(call checksum,$(python) $(TORCH))
+fla_stamp := $(VENV)/fla/.done-$(call checksum,$(python) $(TORCH) $(FLA) $(TRANSFORMERS))
+docs_stamp := $(VENV)/.docs-$(python)
+built_stamp := .build/.built-$(call checksum,$(VENV) $(python) $(TORCH) $(subst ','\'',$(cuda)))
 sources_in = $(shell find $(1) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 cpp_files := $(call sources_in,csrc tests/cpp examples)
 emulator_files := $(call sources_in,tests/emulator)
@@ -174,7 +185,14 @@ $(docs_stamp): $(venv_stamp) pyproject.toml
 
 # One stamp for all environments, as there is one gla_ext/_C that the last of them has built.
 $(built_stamp): $(deps_stamp) $(cpp_files) setup.py gla_ext/_version.py
-	@mkdir -p .build && rm -f .build/.built-*
-	@echo 'Building the extension; the first time takes some minutes on two cores'
-	@$(pip) install --quiet --no-build-isolation --no-deps --editable .
+	@mkdir -p .build && rm -f .build/.built-* .build/failed
+	@for_gpu="$(cuda)"; if [ -z "$$for_gpu" ]; then \
+		if $(py) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+		then for_gpu=GLA_EXT_CUDA_ARCHS=native; \
+		else for_gpu=FORCE_CUDA=0 && echo 'No GPU here: building for the CPU alone. FORCE_CUDA=1 make builds for both.'; fi; fi; \
+	{ eval "env $$for_gpu $(pip) install --verbose --no-build-isolation --no-deps --editable ." 2>&1 || \
+		touch .build/failed; } | tee .build/build.log | sed -nu \
+		-e 's/^ *\(gla_ext: .*\)/\1/p' -e 's|^ *\(\[[0-9/]*\]\) .* -c .*/\(csrc/[^ ]*\) -o .*|\1 \2|p'
+	@if [ -e .build/failed ]; then cat .build/build.log >&2; exit 1; fi
+	@echo "$(cuda)" > .build/cuda
 	@touch $@

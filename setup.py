@@ -273,16 +273,19 @@ def make_extension() -> tuple[Extension, dict[str, object]]:
         visible = sorted({f"{major}.{minor}" for major, minor in gpus})
         archs = cuda_archs(dict(os.environ), torch.version.cuda, visible)
         os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(archs)
-        message = f"{message[:-1]} for {', '.join(archs)}."
+        message = f"{message} For {', '.join(archs)}."
         macros = [
             f'-DGLA_EXT_CUDA="{torch.version.cuda}"',
             f'-DGLA_EXT_CUDA_ARCHS="{";".join(archs)}"',
         ]
         nvcc = nvcc_flags(dict(os.environ), nvcc_release(find_nvcc()))
-    print(message, file=sys.stderr)
+    compiled = files["common"] + (files["cuda"] if with_cuda else [])
+    capabilities = cpu_capabilities(platform.machine())
+    count = len(compiled) + len(files["kernels"]) * len(capabilities)
+    print(f"{message} {count} files.", file=sys.stderr)
     extension = (CUDAExtension if with_cuda else CppExtension)(
         "gla_ext._C",
-        files["common"] + (files["cuda"] if with_cuda else []),
+        compiled,
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args={"cxx": CXX_FLAGS + macros, "nvcc": nvcc},
         extra_link_args=LINK_FLAGS,
@@ -294,7 +297,7 @@ def make_extension() -> tuple[Extension, dict[str, object]]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda if with_cuda else None,
         "cuda_archs": archs,
-        "cpu_capabilities": cpu_capabilities(platform.machine()),
+        "cpu_capabilities": capabilities,
         "machine": platform.machine(),
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
     }

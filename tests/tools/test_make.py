@@ -110,6 +110,10 @@ def test_make_builds_once_and_again_for_another_torch_python_or_environment(make
         ([again, "VENV=.venv-b"], {venv, other, torch, ours}),
         ([again, "VENV=.venv-b"], set()),
         ([again], {ours}),
+        (["FORCE_CUDA=1", again], {ours}),
+        ([again], set()),  # as it was asked for
+        (["PYTHON="], set()),  # the environment that is there
+        (["FORCE_CUDA=0", again], {ours}),
     ]:
         if arguments == ["touch"]:
             (make.tree / "csrc" / "module.cpp").touch()
