@@ -105,7 +105,9 @@ class Bench(one_alone.Sizes):
         return f"{work * alone / together:.2f}x ({times})"
 
     def beside(self, T: int) -> str:
-        """T tokens a rank of one text beside all tokens on one GPU: tokens/s over tokens/s."""
+        """Compares one text, T tokens a rank, with `self.tokens` tokens on one GPU: tokens/s over
+        tokens/s.
+        """
         work = self.size * T / self.tokens
         in_a_row, from_idle = (
             self.ratio(work, self.together(T, at_once), self.alone(self.tokens, at_once))
@@ -117,7 +119,9 @@ class Bench(one_alone.Sizes):
         return self.beside(self.tokens)
 
     def strong(self) -> str:
-        """And what a rank's tokens take without the others: what is more is the meeting's."""
+        """Compares one text cut over all ranks with the whole text on one GPU. Also says what one
+        rank's part takes alone; the rest of the time is the cost of the exchange.
+        """
         T = self.tokens // self.size
         rest = self.alone(T)
         return f"{self.beside(T)}; {T} tokens on one {rest * 1e3:.3f} ms"
@@ -207,7 +211,7 @@ class Bench(one_alone.Sizes):
         return self.beside_one(seconds, self.B * self.T, one)
 
     def tensor_training(self) -> str:
-        """As many tokens in all as with FSDP2 over all GPUs, beside which it stands."""
+        """Has as many tokens in total as FSDP2 over all GPUs, so that the two can be compared."""
         tp = min(4 if self.cuda else 2, self.size)  # of as many heads
         if self.size % tp:
             return f"{tp} heads' GPUs are needed"

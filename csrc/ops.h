@@ -32,10 +32,11 @@ std::tuple<at::Tensor, OptionalTensor> chunk_gla(
     bool output_final_state = false, bool state_v_first = false,
     const OptionalTensor& cu_seqlens = {}, const OptionalTensor& gv = {});
 
-// The operators behind it. An output that was not asked for is a 0-element tensor. `for_backward`:
-// what forward has made and backward uses again, of a size that the device's plan knows; another
-// size is allocated and not used. kPlannedBytes: that size under autograd with a gradient to come,
-// which then alone has the tensor (chunk_gla/for_backward.h), else nothing.
+// The operators behind it. An output that was not asked for is a 0-element tensor. `for_backward`
+// is what forward has made and backward uses again. A tensor of the size that the device's plan
+// knows is used; one of another size is allocated and not used. kPlannedBytes means the plan's size
+// if autograd will compute a gradient, and no bytes otherwise. Autograd alone then has the tensor
+// (chunk_gla/for_backward.h).
 constexpr int64_t kPlannedBytes = -1;
 using ForwardOutputs =  // o, final_state, for_backward
     std::tuple<at::Tensor, at::Tensor, at::Tensor>;
@@ -84,15 +85,15 @@ void chunk_gla_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
                    const OptionalTensor& checkpoint_slots,
                    const OptionalTensor& checkpoint_cu_starts, at::Tensor& out);
 
-// The two halves of chunk_gla over several ranks, of sequences that are not packed. Each rank sums
-// up what its tokens add to the state; from all ranks' summaries follows what enters (context
-// parallel). They have no gradient of their own.
+// The two halves of chunk_gla over several ranks (context parallel), for sequences that are not
+// packed. Each rank sums up what its tokens add to the state. The state that enters a rank follows
+// from all ranks' summaries. The halves have no gradient of their own.
 //
-// The summary, one tensor to be sent, fp32 (fp64 with fp64 inputs): the state [B, H, K, V] that the
-// tokens leave, where initial_state or nothing enters; then where there is g its sum over them
-// [B, H, K], natural log, and the same of gv [B, H, V]. `prepared`: what the second half reads of
-// the first, of a size that the device's plan knows (`prepared_bytes`; 0: nothing, and the second
-// half makes it again).
+// The summary is one tensor to be sent, fp32 (fp64 with fp64 inputs). It begins with the state
+// [B, H, K, V] after the tokens, which starts from initial_state or 0. If there is g, its sum over
+// the tokens follows, [B, H, K], in natural log; if there is gv, its sum, [B, H, V]. `prepared` is
+// what the first half makes and the second reads. The device's plan knows its size,
+// `prepared_bytes`. If that is 0, the second half makes it again.
 std::tuple<at::Tensor, at::Tensor> chunk_gla_summary(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& g,
     const OptionalTensor& gv, const OptionalTensor& initial_state, std::optional<double> scale,
@@ -105,8 +106,8 @@ ForwardOutputs chunk_gla_apply(const at::Tensor& q, const at::Tensor& k, const a
                                bool output_final_state, bool state_v_first, bool batch_invariant,
                                bool for_backward, const at::Tensor& prepared, int64_t segments);
 
-// The gradient [B, H, K, V] of the state that enters, where that of the state that leaves is dht or
-// 0; and what the second half reads.
+// Returns the gradient [B, H, K, V] of the state that enters the tokens. The gradient of the state
+// that leaves them is dht, or 0 without dht. Also returns what the second half reads.
 std::tuple<at::Tensor, at::Tensor> chunk_gla_summary_bwd(
     const at::Tensor& d_o, const OptionalTensor& dht, const at::Tensor& q, const at::Tensor& k,
     const at::Tensor& v, const OptionalTensor& g, const OptionalTensor& gv,
@@ -121,13 +122,13 @@ BackwardOutputs chunk_gla_apply_bwd(const at::Tensor& d_o, const OptionalTensor&
                                     bool batch_invariant, const at::Tensor& prepared,
                                     const at::Tensor& entering, const at::Tensor& prepared_bwd);
 
-// What enters a rank's part of the text, of all ranks' summaries, gathered in one tensor: the
-// state, or given the decays that this returned in forward, of the summaries of backward the
-// gradient of the state that leaves. A rank hands on `each` rows. The lists have one element:
-// `places` the rank, `reach` how many ranks before it, or after it, reach it, and of packed
-// sequences `entered` the row that they enter (without: each row). Rows that nothing enters are
-// `boundary`'s, or 0. Returns x, [rows, H, K, V] or v first, and in forward the decays of all
-// ranks.
+// In forward: the state that enters a rank's part of the text, from the summaries of all ranks,
+// gathered in one tensor. In backward: the gradient of the state that leaves the part, from the
+// summaries of backward and the `decays` that the call in forward returned. A rank hands on `each`
+// rows. `places`, `reach` and `entered` have one element: the rank; how many ranks before it, in
+// backward after it, reach it; and, for packed sequences, the row that they enter. Without
+// `entered` they enter each row. Rows that nothing enters are `boundary`'s, or 0. Returns x,
+// [rows, H, K, V] or v first, and in forward the decays of all ranks.
 std::tuple<at::Tensor, at::Tensor> chunk_gla_fold(
     const at::Tensor& summaries, const OptionalTensor& decays, const OptionalTensor& boundary,
     int64_t size, const c10::SymInt& each, const c10::SymInt& rows, const c10::SymInt& H,

@@ -43,9 +43,10 @@ HEADS = {"K20-V28": (20, 28), "K24-V40": (24, 40)}
 
 
 def pytest_generate_tests(metafunc):
-    """A test that takes a `device` runs on CPU and, marked `cuda`, on CUDA; one that takes a `head`
-    with a K and V that no fast path takes, and, where there is one, with a K and V that it does;
-    one that takes a `path` on the plan's and, where that may be another, on CUDA's steps.
+    """A test that takes a `device` runs on CPU and, in a variant marked `cuda`, on CUDA. One that
+    takes a `head` runs with a K and V that no fast path takes and, where there is a fast path, with
+    a K and V that it takes. One that takes a `path` runs on the plan's path and, where that may be
+    another, on CUDA's steps.
     """
     if "device" in metafunc.fixturenames:
         cuda = [] if why_no_cuda() else [pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -62,8 +63,9 @@ def pytest_report_header() -> str | None:
 
 
 def pytest_collection_modifyitems(items):
-    """Drops what CUDA has no kernels for, fp64, and what would run the same kernels twice; without
-    a GPU all that needs one, since half of the tests would each be reported as skipped.
+    """Drops variants in fp64 on CUDA, which has no kernels for it, and variants that would run the
+    same kernels twice. Without a GPU it drops all tests that need one: half of all tests would be
+    reported as skipped.
     """
     no_cuda = why_no_cuda() is not None
     items[:] = [

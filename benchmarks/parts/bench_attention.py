@@ -24,7 +24,9 @@ def shapes() -> list[tuple[int, ...]]:
 
 
 def call(backend: SDPBackend, T: int, backward: bool) -> Callable[[], object]:
-    """One forward, or forward + backward, on heads that lie as a projection leaves them."""
+    """One forward, or forward + backward. q, k and v have the strides that a projection's output
+    has: tokens before heads.
+    """
     H, D = ATTENTION_HEADS
     q, k, v, do = (
         torch.randn(BATCH, T, H, D, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
@@ -41,7 +43,7 @@ def call(backend: SDPBackend, T: int, backward: bool) -> Callable[[], object]:
 
 
 def measure(functions: dict[str, Callable], x) -> bench.Times:
-    """`functions` on inputs x of `chunk_gla`, and attention of as many tokens."""
+    """Times `functions` on inputs x of `chunk_gla`, and attention on equally long sequences."""
 
     def calls(backward: bool) -> dict[str, Callable]:
         attention = {name: call(b, x.q.shape[1], backward) for name, b in BACKENDS.items()}

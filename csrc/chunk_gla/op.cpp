@@ -165,7 +165,7 @@ ForwardOutputs chunk_gla_fwd_autograd(const ForwardArguments& a) {
   auto [o, final_state, for_backward] = Differentiable<chunk_gla_fwd, ChunkGla>::record(
       a.q, a.k, a.v, a.g, a.gv, a.initial_state, a.cu_seqlens, a.scale, a.output_final_state,
       a.state_v_first, a.batch_invariant, bytes);
-  // The operator's caller must not hold what it has not asked for.
+  // Autograd keeps for_backward. The operator's caller did not ask for it and gets an empty tensor.
   if (planned && bytes > 0) for_backward = for_backward.new_empty({0});
   return {o, final_state, for_backward};
 }

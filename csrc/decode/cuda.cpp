@@ -79,7 +79,8 @@ class DecodeCall : Launch {
   void run(void (*kernel)(const DecodeLinear&, cudaStream_t)) const { launch(kernel, p); }
 
  private:
-  // [rows, width] whose rows start at multiples of 16 bytes, if they are that long.
+  // t as contiguous rows [rows, width], each of which starts at a multiple of 16 bytes. A tensor of
+  // another layout is copied; this holds for the copy if width is a multiple of 8.
   const void* input(const at::Tensor& t, int64_t width, int32_t& stride) {
     const at::Tensor m = t.reshape({p.rows, width});
     const bool fits = (m.stride(1) == 1 || width == 1) && starts_aligned(m.const_data_ptr()) &&

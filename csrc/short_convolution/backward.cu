@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(kConvThreads, kBlocksAtOnce)
         in[i] = load_input<T>(p, piece, piece.from - kBefore + i, place);
       T* dx = static_cast<T*>(p.dx) + piece.row * p.T * p.D + place.channel;
       for (int64_t t = piece.from; t < piece.to + kBefore; t += kSteps) {
-        // Tokens whose dx is also complete and inside the piece; none of them is among the last W,
-        // which get the state's gradient.
+        // True if every dx that these kSteps tokens complete is inside the piece, and none is that
+        // of the sequence's last W tokens, which also get the state's gradient.
         const bool inside =
             t >= piece.from + kBefore && t + kSteps <= piece.to && t + kSteps < piece.end;
         if (p.aligned && inside)

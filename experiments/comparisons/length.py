@@ -23,9 +23,9 @@ def runs(scale: str, results: Results, text: str) -> Iterator[Run]:
 
 
 def _trained(size: Scale) -> dict[str, tuple[str, str, dict[str, int]]]:
-    """By a name for sentences: layer, the length that it is trained at, and what of a run follows
-    from that, at the same number of tokens a step. A Transformer++ has no state for a segment to
-    hand on.
+    """What is trained, by a name such as "GLA at 8K": the layer, the length, and the settings of a
+    run that the length changes. The number of tokens a step is always the same. There is no
+    Transformer++ in segments, because it has no state to pass to the next segment.
     """
     T, longer = size.seq_len, LONGER * size.seq_len
     lengths = {

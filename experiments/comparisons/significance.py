@@ -11,10 +11,10 @@ LEVEL = 0.05
 
 
 def verdict(scores: dict[str, list[float]], beside: str) -> str:
-    """What may be said of losses beside those of one name: sentences.
+    """Sentences that compare the losses of each name with those of `beside`.
 
-    A difference is one at LEVEL by Welch's test with Holm's correction (1979) for the number of
-    names; of a name with one score nothing is said.
+    A difference counts if it holds at LEVEL by Welch's test with Holm's correction (1979) for the
+    number of names. Nothing is concluded about a name with one score.
 
     Args:
         scores: of each name, one a seed, lower is better.

@@ -1,4 +1,6 @@
-"""The loss of a language model: cross entropy of each next token, with or without logits."""
+"""The loss of a language model: cross entropy of each next token. It can be computed without a
+tensor of all logits.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ from gla_ext.ops import decode
 from gla_ext.ops._context import context_of
 from gla_ext.ops.recurrent import recurrent_gla_low_rank_step_
 
-# Most rows of a batch, one token each. It is the kernels' limit; for more, cuBLAS is as fast.
+# The largest batch, with one token per row. This is the kernels' limit; for larger batches, cuBLAS
+# is as fast.
 MOST_ROWS = 32
 DEVICES = ("cuda",)
 DTYPES = (torch.bfloat16, torch.float16)

@@ -76,6 +76,7 @@ __all__ = [
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     if "._" not in _module.name:
         importlib.import_module(_module.name)
-# The counter imports Triton and DTensor takes half a second: only programs that use them pay.
+# Importing torch's flop counter imports Triton, and importing DTensor takes half a second. So only
+# programs that import these get what is registered for them.
 when_imported("torch.utils.flop_counter", _flops.register)
 when_imported("torch.distributed.tensor", _sharding.register)

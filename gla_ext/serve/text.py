@@ -36,8 +36,8 @@ class Bytes:
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer in a checkpoint's folder, loaded by transformers, or bytes: where there is
-    none, or that of bytes which `gla_ext.train` writes.
+    """The tokenizer in a checkpoint's folder, loaded by transformers. Or `Bytes`, if the folder has
+    no tokenizer, or has the tokenizer of bytes that `gla_ext.train` writes.
 
     Raises:
         ValueError: if there is none and the model's vocabulary is not the 256 bytes.

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def plot_losses(path: str | Path, trainer: Trainer, bits_per_byte: dict[str, float]) -> None:
-    """Draws, as PNG, the training loss up to a run's step, the held-out evaluations, and lines for
-    the results of coders other than 'this model'; all in bits per byte.
+    """Draws a PNG, all in bits per byte: the training loss up to a run's step, the held-out
+    evaluations, and a horizontal line for each entry of `bits_per_byte` except 'this model'.
     """
     import matplotlib
 

@@ -29,12 +29,11 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[TextIO]:
-    """Makes the folder and locks it against other runs; removes files that a killed run left
-    partial.
+    """Creates the folder and locks it against other runs. Removes incomplete files of a killed run.
 
-    The lock is on a file in the folder, which is given and is not removed. The kernel releases the
-    lock when the process ends, in any way, and those that it forked and that did not close the
-    file.
+    The lock is on a file in the folder. The context yields this file and does not remove it. The
+    kernel releases the lock when the process has ended, in whatever way, together with all
+    processes that it forked and that did not close the file.
 
     Raises:
         NotADirectoryError: if something other than a folder is there.

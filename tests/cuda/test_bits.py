@@ -159,7 +159,7 @@ def test_in_dirty_and_scarce_memory(dtype):
     expected = ours(x)
     needed = torch.cuda.max_memory_allocated()
     differences = 0
-    # Of the dirt, 252 MiB, the allocator may leave as much as the largest piece unused.
+    # The dirt is 252 MiB. The allocator may leave as much as its largest piece, 128 MiB, unused.
     with gpu_of(needed + needed // 4 + 2**28 + 2**27):
         for i in range(20):
             value = (torch.nan, 3e38, -1e30)[i % 3]

@@ -54,8 +54,9 @@ def peak(shape) -> int:
 
 
 def peak_of_fla(B, T, H, K, V) -> int:
-    """The same of FLA 0.6.0 in bf16, added up from its source: in its last backward kernel it holds
-    o, dv, dg and, in fp32, b, A, dA, S, dS, and dq and dk both before and after.
+    """The same for FLA 0.6.0 in bf16, added up from its source. Its last backward kernel holds o,
+    dv and dg; in fp32 b, A, dA, S and dS; and, also in fp32, dq and dk twice: its inputs and its
+    outputs.
     """
     states = 2 * 4 * K * V / 64
     return int(B * T * H * (states + 2 * 4 * 64 + 5 * 4 * K + 2 * K + 2 * 2 * V))

@@ -265,7 +265,7 @@ def test_a_call_that_lacks_memory_moves_no_state(monkeypatch):
 
 
 class Many(Prompts):
-    """Sequences in rows of their own, every third of them without one."""
+    """Sequences that each have their own row of the pool, except every third, which has no row."""
 
     def __init__(self, lengths, sizes, **options):
         super().__init__("cuda", True, sizes=sizes, lengths=lengths, dtype=BF16, **options)
@@ -280,7 +280,9 @@ class Many(Prompts):
         }
 
     def assert_is_its_parts(self, every=1):
-        """Each prompt in a call of its own, and each of so many tokens."""
+        """Compares each prompt with a call of its own; of prompts of one token, only every
+        `every`-th.
+        """
         o = self.run()
         for n, length in enumerate(self.lengths):
             if length == 1 and n % every:
@@ -334,8 +336,9 @@ def wrong_offsets(what, T):
 @pytest.mark.parametrize("sizes", [(1, 64, 64), (1, 128, 256)], ids=str)
 @pytest.mark.parametrize("what", [*BAD_OFFSETS, "at random"])
 def test_bad_offsets_and_rows_stay_inside(what, sizes):
-    """Neither the tokens nor rows that no sequence has are written, nor what lies beside the pool;
-    and the next call is right."""
+    """The call writes no tokens, no rows that belong to no sequence, and nothing outside of the
+    pool. The next call is right.
+    """
     prompts, fresh = (make(sizes, lengths=TURNS[0]) for _ in range(2))
     tokens = {name: t.clone() for name, t in prompts.tokens.items()}
     whole = prompts.before.new_full((3 * P, *prompts.before.shape[1:]), torch.nan)

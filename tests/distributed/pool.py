@@ -83,8 +83,8 @@ class Pool:
         self.processes, self.connections = [], []
 
     def __call__(self, function, *args, ranks: int | None = None, **kwargs) -> list:
-        """`function(group, *args, **kwargs)` on each of so many ranks, all by default, with the
-        group of them.
+        """Runs `function(group, *args, **kwargs)` on ranks 0 to `ranks` - 1, by default on all.
+        `group` is the process group of these ranks.
 
         The function is a module's own. Results come in the order of the ranks.
         """

@@ -30,8 +30,11 @@ def sharded(folder, settings=TINY, compiled=False, **options):
 
 
 def run_steps(group, folder, sizes, out):
-    """The first gradients, the losses of some steps, those of a trainer that goes on from their
-    checkpoint, the bits a byte there, and the weights of the first rank.
+    """Trains 3 steps, saves a checkpoint, evaluates and trains 3 more; then a second trainer loads
+    the checkpoint and trains the same 3 steps.
+
+    Returns the first gradients, the losses of both trainers, the bits a byte at the checkpoint, and
+    the weights, which only the first rank has.
     """
     first = sharded(folder, **sizes)
     first.loss(*first.batches(0)).backward()

@@ -94,7 +94,8 @@ class Killed(BaseException):
     """In place of a kill: nothing after it happens."""
 
 
-# What of a save is done when the process is killed, and whether the new checkpoint is there then.
+# How far a save comes before the process is killed: the last function that it calls, whether that
+# one runs, and whether the new checkpoint is there then.
 MOMENTS = {
     "nothing": ("dcp.save", False, False),
     "the folder": ("dcp.save", True, False),

@@ -1,6 +1,6 @@
-// What torch names of the driver when CUDA starts. The library bears the driver's name, so that
-// nothing looks for another. None of these is reached but those of the context: what would launch
-// a kernel without the runtime is an error.
+// The driver's functions that torch looks up when CUDA starts. The library has the driver's name,
+// so that nothing loads another one. Only the functions of the context are called; those that would
+// launch a kernel without the runtime return an error.
 
 // Without cuda.h, whose declarations differ by version in what does not matter here.
 enum { kSuccess = 0, kNotSupported = 801 };

@@ -32,7 +32,8 @@ void Hazards::clear_reads(Word& word) {
   word.read = 0;
 }
 
-// What has come before this read need not be remembered: who is behind this is behind that.
+// Forgets the reads that are ordered before this one: whoever comes after this read comes after
+// them too.
 void Hazards::add_read(Word& word, Epoch epoch, const Clocks& clocks) {
   if (word.read < kMany) {
     if (Epoch{word.read}.before(clocks)) {

@@ -1,5 +1,6 @@
-// What is ordered in shared memory: a clock for every warp, and for every barrier's copies, that
-// barriers hand on, and for every word who wrote it and who has read it since, and when.
+// Which accesses to shared memory are ordered. Every warp has a clock, and so have the copies of
+// every barrier; barriers hand clocks on. Every word knows who wrote it, who has read it since, and
+// when.
 #pragma once
 
 #include <array>

@@ -299,7 +299,8 @@ class Parser {
   }
   uint32_t number(Text s) const { return static_cast<uint32_t>(literal(trimmed(s))); }
 
-  // As wide as the opcode's last type; of what has none, and by how much to shift, 4 bytes.
+  // A constant. It is as wide as the last type in the opcode. It has 4 bytes if the opcode has no
+  // type, and if it is the number of bits of a shift.
   Operand constant(uint64_t value, const std::vector<std::string>& words, const Instruction& i) {
     bool wide = false, predicate = false;
     for (const std::string& word : words)

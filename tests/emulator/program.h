@@ -67,7 +67,7 @@ struct Kernel {
   std::unordered_map<std::string, Operand> special;
 };
 
-// Of the text of a kernel, and what is declared ahead of it.
+// Parses a kernel. `body` is its text, `globals` what is declared before it.
 Kernel parse_kernel(const std::string& name, std::string_view globals, std::string_view body);
 
 // The text of a module, whose kernels are made when they are first asked for.

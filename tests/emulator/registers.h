@@ -15,10 +15,10 @@ struct Draft {
   int scope = 0;
 };
 
-// Registers that are not in use at the same time share a place: PTX has thousands of them, and a
-// warp's should stay in the cache. A register's place is its own from where it is first in use to
-// where it is last. `bytes`: of each register's values, 0 of a predicate. `specials`: those that a
-// warp starts with, by name.
+// Gives every register a place. Registers that are not in use at the same time share one: PTX has
+// thousands of registers, and those of a warp should stay in the cache. A register has its place to
+// itself from its first use to its last. `bytes`: size of a value of each register, 0 for a
+// predicate. `specials`: by name, the registers that have a value when a warp starts.
 void place_registers(Kernel& kernel, const std::vector<Draft>& drafts,
                      const std::vector<uint32_t>& bytes,
                      const std::map<std::string, uint32_t>& specials);

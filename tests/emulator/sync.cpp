@@ -206,7 +206,8 @@ Execute decode_sync(const Words& words, Instruction& i) {
   }
   if (op == "mapa") return map_address;
   if (op == "fence" && words[1] == "proxy" && words[2] == "async") return fence_for_async_proxy;
-  // Nothing is ever late but what the others are for; registers are not counted.
+  // These do nothing here. The emulator delays only what other instructions wait for, and it does
+  // not count registers.
   if (op == "fence" || op == "griddepcontrol" || op == "setmaxnreg") return nothing;
   if (op == "vote") {
     if (words[2] == "any") return vote_any;

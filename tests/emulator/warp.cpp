@@ -71,8 +71,9 @@ void Warp::branch(const Instruction& i, uint32_t lanes) {
   groups_.push_back({i.target, lanes});
 }
 
-// Which lanes go on: those behind all others, so that they meet again. Lanes at one instruction are
-// one group, but for those that have arrived at a barrier there.
+// Merges groups of lanes that are at the same instruction, except groups that have arrived at a
+// barrier there. Then chooses the group that runs next: the one furthest behind that is not
+// blocked, so that the lanes meet again.
 void Warp::settle() {
   if (groups_.size() == 1) {
     current_ = 0;

@@ -53,7 +53,7 @@ def folder(tmp_path):
 
 
 def test_every_source_has_its_licence(folder, monkeypatch):
-    """Also where its documentation is a link to that of a package of which nothing else is read."""
+    """Even if its documentation is a link to that of a package that is not read otherwise."""
     monkeypatch.setattr(text, "SOURCES", SOURCES)
     monkeypatch.setattr(text, "load_corpus", lambda: load_corpus(max_bytes=20_000))
     said = []

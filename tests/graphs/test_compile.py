@@ -204,7 +204,9 @@ def test_batch_invariant_mode_reaches_the_graph():
 
 @pytest.mark.parametrize("for_backward_bytes", [-1, 0])
 def test_what_to_keep_reaches_the_graph(for_backward_bytes, monkeypatch):
-    """And so the keys of torch's caches: -1, the plan's choice, or nothing."""
+    """The size is -1 (the plan's choice) or 0 (nothing). It is part of the graph, and so of the
+    keys of torch's caches.
+    """
     monkeypatch.setattr(ops, "_for_backward_bytes", for_backward_bytes)
     x = make_inputs(1, 20, 1, 4, 4)
     compiled, arguments = compile_noting(11)

@@ -18,8 +18,10 @@ TOKENS = ("o", "dq", "dk", "dv", "dg")
 
 
 def for_this_gpu(count: int) -> int:
-    """As many sequences or heads as `count` on an H200 in proportion to the multiprocessors, which
-    decide who sweeps, how often a block or a cluster goes on, and where sequences are cut."""
+    """The number of sequences or heads on this GPU that corresponds to `count` on an H200. It is
+    proportional to the multiprocessors. Their number decides whether a call sweeps, how many items
+    a block or a cluster takes, and where sequences are cut.
+    """
     return -(-count * torch.cuda.get_device_properties().multi_processor_count // 132)
 
 
@@ -79,7 +81,9 @@ def draw(
     lengths: tuple[int, ...] | None = None,
     **options,
 ) -> Inputs:
-    """Inputs whose gates are as one of `GATES`, or weak but for those of one of `KINDS`."""
+    """Random inputs. Gates are as one of `GATES` says; for one of `KINDS` they are weak, except
+    where the kind says otherwise.
+    """
     options |= {"lengths": lengths, "gate_dtype": gate_dtype, "device": "cuda"}
     options = {"states": True} | options
     gate = 0.1 if gates in KINDS else gates

@@ -33,8 +33,8 @@ def differentiable(t: Tensor | None) -> bool:
 
 
 def results(function, inputs, upstream) -> list[Tensor]:
-    """What function returns, and the gradients of the inputs that are there; of an output whose
-    upstream gradient is None none is taken.
+    """The outputs of function, and the gradients of its inputs. Outputs whose upstream gradient is
+    None are left out of backward.
     """
     leaves = [t.detach().requires_grad_() if differentiable(t) else t for t in inputs]
     outputs = function(*leaves)

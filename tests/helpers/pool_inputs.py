@@ -127,8 +127,10 @@ class Prompts:
         )[1][0]
 
     def checkpoints(self, every=EVERY):
-        """What asks for checkpoints in reversed rows of a tensor of their own, which is full of
-        NaN; and the sequence, tokens and row of each, of those that are made."""
+        """Arguments that ask for checkpoints, and the checkpoints that are made, each as (sequence,
+        tokens, row). They go to the rows of a separate tensor in reversed order; it is full of NaN
+        before.
+        """
         counts = [length // every for length in self.lengths]
         starts = [sum(counts[:n]) for n in range(N + 1)]
         total = starts[-1]

@@ -122,7 +122,9 @@ def test_packed(flash, window):
 
 @pytest.mark.parametrize("window", [None, 5], ids=str)
 def test_packed_by_a_mask(monkeypatch, window):
-    """Where neither kernels take it nor offsets can be read, in parts of the queries."""
+    """If no kernel takes the sequences and the offsets cannot be read, a mask is used, for some
+    queries at a time.
+    """
     monkeypatch.setattr(_route, "can_be_read", lambda t: False)
     monkeypatch.setattr(_attend, "_MASKED_QUERIES", 16)
     inputs = draw((40,), (50,))

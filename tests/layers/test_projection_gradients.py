@@ -30,7 +30,7 @@ def weights_of(linears):
 
 
 def losses(ys):
-    """Of each result another one, so that no gradient can stand for another."""
+    """A different loss for each result, so that no gradient can pass for another."""
     return sum((i + 1) * y.float().sin().sum() for i, y in enumerate(ys))
 
 

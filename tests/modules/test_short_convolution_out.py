@@ -57,7 +57,7 @@ def test_out_beside_an_empty_pool(device):
 @pytest.mark.cuda
 @by_packing
 def test_kernels_write_into_it(packed):
-    """One that is as a fresh tensor is costs no memory of y's size, and so no copy."""
+    """An `out` with the strides of a fresh output saves memory of y's size: nothing is copied."""
     pool = Pool("cuda", torch.bfloat16, packed=packed)
     out = torch.empty_like(pool.x)
     pool.run(out=out)
@@ -153,7 +153,7 @@ def test_no_view_that_meets_x_is_taken():
 
 
 def test_compiled_wants_a_contiguous_output():
-    """So says dynamo, of every operator; where it does no more, so must the docstrings."""
+    """Dynamo says so of every operator. When it no longer does, the docstrings must change too."""
     pool = Pool("cpu", T=2)
     out, _ = make_out(pool.x, "wider rows")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="non-contiguous `out=` tensor"):

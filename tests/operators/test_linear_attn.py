@@ -140,7 +140,9 @@ def test_normalized_linear_attention(dtype, lengths):
 
 
 def test_a_sequence_goes_on_from_its_state():
-    """In two parts with the pair between them, and in reverse time."""
+    """Two calls, the second from the first's (state, z), give what one call gives. Time also runs
+    in reverse.
+    """
     x = inputs(torch.float64, positive=True)
 
     def parts(start, end):

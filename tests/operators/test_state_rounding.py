@@ -42,8 +42,8 @@ def test_drift(make, mean):
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 256), (torch.float16, 2048)])
 def test_where_a_state_stops(device, dtype, most):
-    """With gates of 0 an element takes 1 from each token up to a number, and never again; tokens
-    of one call are rounded once.
+    """Without gates each token adds 1 to an element, until the sum is 256 in bf16 or 2,048 in fp16.
+    There the next 1 is rounded away. The tokens of one call are rounded once, at its end.
     """
     one = torch.ones(1, 1, 1, 1, device=device)
     pool = torch.full_like(one, most - 3).to(dtype)

@@ -72,8 +72,10 @@ PACKED = {"B": 1, "T": 65536, "N": 32}
 
 @pytest.mark.parametrize("V, states", [(256, True), (128, False)])
 def test_what_forward_keeps_of_packed_sequences(V, states):
-    """Operands from the chip, and, where both passes cut alike, what enters segments, but no
-    decays, of which forward has none of the last ones."""
+    """Forward keeps the operands that it made on chip. If both passes cut sequences alike, it also
+    keeps the states that enter segments. It keeps no decays, because it makes none for last
+    segments.
+    """
     (forward, kept_forward), (backward, kept_backward) = alone_and_kept(PACKED | {"V": V})
     size = kept_forward["for_backward_bytes"]
     assert kept_backward["for_backward_bytes"] == size > 0

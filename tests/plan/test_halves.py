@@ -60,7 +60,9 @@ def test_what_a_half_launches(change, forward, backward):
 
 
 def test_strong_gradients_are_the_second_half_s():
-    """Where forward has left nothing prepare stands in backward, whose gradients come later."""
+    """If forward has left nothing, backward's first half prepares the chunks; its second half makes
+    the strong gradients.
+    """
     summary, rest = halves(planned(LONG | {"V": 192})["backward"])
     assert summary[0] == "prepare.without_A" and "strong.gradients.without_A" in rest
     summary, rest = halves(planned(LONG)["backward"])

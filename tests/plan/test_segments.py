@@ -233,8 +233,9 @@ def test_packed_tokens_that_hardly_fill_a_segment_are_not_cut():
     ids=str,
 )
 def test_cuda_packed_sequences_gate_in_forward(change, gates, pieces):
-    """With own parts of those of several segments alone, and operands, if they are kept, from the
-    chip; with what enters segments, if backward cuts alike."""
+    """Forward makes summaries only for sequences of several segments. If operands are kept, they
+    come from the chip. If backward cuts alike, the states that enter segments are kept too.
+    """
     shape = {"B": 1, "T": 65536, "N": 32} | change
     forward, kept, backward = (
         full_plan(**shape, backward=b, for_backward=k)

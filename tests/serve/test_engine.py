@@ -133,8 +133,8 @@ def test_graphs_give_the_tokens_of_eager_steps(rows):
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("use_short_conv", [False, True])
 def test_graphs_fill_up(captures, use_short_conv, warm, monkeypatch):
-    """With what belongs to no sequence, up to the sizes that there are graphs of; those that are
-    captured while others run leave these as they are.
+    """A graph that is larger than its batch is filled up with what belongs to no sequence.
+    Capturing a graph while sequences run does not change their states.
     """
     model = make_model(eos_token_id=None, use_short_conv=use_short_conv)
     requests = [Request(prompt(n), 9, temperature=n % 2, seed=n) for n in (1, 70, 3, 200, 5, 64)]

@@ -130,8 +130,8 @@ def describe(num_decodes, offsets, seq_lens, blocks):
 
 @pytest.mark.parametrize(("state_dtype", "conv_size"), [(torch.float32, None), (torch.bfloat16, 4)])
 def test_vllm_batch(vllm, inputs, conv_size, state_dtype):
-    """A one-token request that goes on, a prompt of one token, which vLLM counts as another such, a
-    prompt that starts, and one that goes on after a cached prefix.
+    """Four requests. One continues with one token; one is a prompt of one token, which vLLM counts
+    as the same kind; one is a prompt that starts; one continues after a cached prefix.
     """
     q, k, v, g, given = inputs = (*inputs[:4], inputs[4].to(state_dtype))
     given[[2, 0]] = torch.nan  # left by others

@@ -23,8 +23,9 @@ SAID = "the model's logits are not finite"
 
 
 def spoiled(device="cpu", value=torch.nan, vocab_size=31, tokens=None):
-    """A model whose logits are spoiled by a token that it draws itself; the tokens up to that one,
-    and a prompt that leads to it."""
+    """A model whose logits are not finite after a token that it draws itself. Returns the model, a
+    prompt that leads to this token, and the tokens drawn up to and including it.
+    """
     model = make_model(vocab_size=vocab_size, eos_token_id=None).to(device)
     tokens = prompt(9) if tokens is None else tokens
     drawn = greedy(model, tokens, 12)

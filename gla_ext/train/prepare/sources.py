@@ -108,7 +108,9 @@ def needed(package: str, path: str) -> ModuleType:
 
 
 def suffix_of(path: str) -> tuple[str, str]:
-    """A file's suffix before that of its compression, and that one; '' for none."""
+    """A file's suffix and that of its compression, each '' if there is none: ('.txt', '.gz') for
+    a.txt.gz, ('.txt', '') for a.txt.
+    """
     root, compression = os.path.splitext(path.lower())
     if compression not in _COMPRESSED:
         root, compression = path.lower(), ""

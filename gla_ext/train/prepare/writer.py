@@ -208,8 +208,8 @@ class Writer:
 
 
 def _cut(path: Path, size: int) -> None:
-    """Cuts a file to its size at the last commit, than which it can only be longer; removes it if
-    it was not there.
+    """Cuts a file to its size at the last commit; it has only grown since. Removes a file that did
+    not exist then.
     """
     found = path.stat().st_size if path.exists() else 0
     if found < size:

@@ -58,8 +58,8 @@ def assert_plan_of(case, x):
 @by_every_case
 @pytest.mark.parametrize("gate", [0.1, 2.0, 10.0, "reset", *MIXED])
 def test_same_bits_as_made_again(case, gate, keep_nothing):
-    """Of single blocks forward's own, from sums of gates that backward would round otherwise: as
-    accurate.
+    """With single blocks, operands of forward and backward differ in their last bits, because the
+    two round sums of gates differently. Both are as accurate.
     """
     x = draw(case, gate)
     assert_plan_of(case, x)

@@ -183,8 +183,8 @@ def test_one_token_of_an_odd_stride():
 @pytest.mark.parametrize("sequences", ["one", "half of the GPU"])
 @pytest.mark.parametrize("K, V", [(8, 8), (64, 64), (40, 136)])
 def test_low_bits_of_fp32_gates_count(K, V, sequences):
-    """Rounded to bf16, such gates would leave 1 / 512 more in the state; ones leave no other error
-    than that of keys' rounding, which is not always up.
+    """Rounded to bf16, these gates would leave 1 / 512 more in the state. All q, k and v are 1, so
+    the only other error is the rounding of keys, which goes up and down.
     """
     gate, T = -(1 + 2**-9) / 32, 500
     B = 1 if sequences == "one" else half_of_the_gpu(2, V)
@@ -200,7 +200,9 @@ def test_low_bits_of_fp32_gates_count(K, V, sequences):
 
 
 def with_sums(x, multiple, least):
-    """Gates whose sums over a chunk lie beside odd multiples of so many log2 units."""
+    """Changes the gates: their sum over a chunk is close to an odd multiple of `multiple` log2
+    units.
+    """
     g, chunks, unit = x.g.clone(), x.g.shape[1] // 64, multiple * math.log(2)
     y = g[:, : 64 * chunks].double().unflatten(1, (chunks, 64))
     y *= least * unit / -y[:, :, :60].sum(2, keepdim=True).amax()
@@ -228,8 +230,9 @@ TWO_SWEEPS = [(16, 330, 4, 128, 256), (22, 330, 9, 64, 64)]  # the batch for an 
     ],
 )
 def test_references_that_rounding_decides(sizes, multiple, least, keep_nothing):
-    """Half of the sums lies beside the middle of two integers, or sums lie at the end of tier 1's
-    range: whoever sums the gates must come to the same reference."""
+    """Half of each sum is close to the middle between two integers, or the sum is at the end of
+    tier 1's range. All kernels that sum the gates must come to the same reference.
+    """
     x = with_sums(swept(*sizes), multiple, least)
     assert_right(x, *kept_and_made(x, keep_nothing))
 
@@ -237,8 +240,9 @@ def test_references_that_rounding_decides(sizes, multiple, least, keep_nothing):
 @pytest.mark.parametrize("gate", [0.1, 1.0])
 @pytest.mark.parametrize("sizes", TWO_SWEEPS, ids=str)
 def test_gates_of_the_first_token_have_no_gradient(sizes, gate, keep_nothing):
-    """Without states there is nothing that they decay: dg of it is what sums, which must cancel,
-    leave over of terms as large as those of other tokens."""
+    """Without states, the first token's gates decay nothing: their true dg is 0. The computed dg is
+    what is left of sums that cancel, whose terms are as large as those of other tokens.
+    """
     x = swept(*sizes, gates=gate, states=False)
     for results in kept_and_made(x, keep_nothing):
         dg = results["dg"].float()

@@ -24,7 +24,7 @@ LENGTHS = (1, 2500, 64, 0, 1755, 300, 2200, 700)
     ],
 )
 def test_sums_of_the_segment_before_are_those_of_a_sweep_over_all(K, V, gate_dtype):
-    """So that with gates so weak that a state remembers everything o has the same bits."""
+    """Gates are so weak that the state remembers every token. o still has the same bits."""
     x = draw(half_of_the_gpu(2, V), 1000, 2, K, V, 1e-3, gate_dtype)
     assert "a segment sums the one before" in facts_of(x)
     assert reads_prepared(plan_of(x, False, batch_invariant=True)) == (K > 64)

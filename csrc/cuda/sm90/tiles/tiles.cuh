@@ -105,9 +105,9 @@ __device__ __forceinline__ void store_tile(const Fragments& fragments, const Til
 
 // Copies columns [first, first + 64 kTiles) of the chunks of a segment into tiles. Rows and columns
 // that do not exist become zero. kThreads threads share the work; `thread` is the caller's index
-// among them. fp32 rows take two tiles: of every 8 columns, columns 0 to 3 go to the first tile and
-// columns 4 to 7 to the same place of the second, each in the 16 bytes that 8 bf16 columns would
-// take.
+// among them. fp32 rows take two tiles, because 8 fp32 columns are 32 bytes. Columns 0 to 3 go to
+// the first tile, where 8 bf16 columns would lie; columns 4 to 7 go to the same place of the second
+// tile.
 template <int kTiles, int kThreads, class T = bf16>
 class RowCopier {
  public:
