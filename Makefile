@@ -8,6 +8,8 @@
 #                ATEN_CPU_CAPABILITY=avx2 and with ATEN_CPU_CAPABILITY=default
 # test-fla       run those beside FLA and transformers again, with the versions FLA and TRANSFORMERS
 # test-gpu       check and time the CUDA kernels on this machine's GPU, in some minutes; after `test`
+# sanitize       run the tests of the CPU operators with the address and undefined behaviour
+#                sanitizers, in a build of its own
 # test-emulated  run the CUDA kernels on the GPU in software of tests/emulator; needs a CUDA toolkit
 #                and an extension built with TORCH_CUDA_ARCH_LIST=9.0a+PTX
 # bench          time the operators on this CPU and write benchmarks/results/RESULTS_CPU.md
@@ -35,7 +37,8 @@
 # TRANSFORMERS=  version of transformers for `test-fla`
 # NPROC=         processes of `train` on this machine, one a GPU; by default one
 # TRAIN_ARGS=    arguments for `train`, such as --help
-# PYTEST_ARGS=   arguments for pytest in `test`, `test-cpus`, `test-fla` and `test-emulated`
+# PYTEST_ARGS=   arguments for pytest in `test`, `test-cpus`, `test-fla`, `sanitize` and
+#                `test-emulated`
 # BENCH_ARGS=    arguments for `bench`, such as --help
 # GPU_ARGS=      arguments for `test-gpu`, such as --help
 
@@ -70,7 +73,7 @@ sources_in = $(shell find $(1) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -
 cpp_files := $(call sources_in,csrc tests/cpp examples)
 emulator_files := $(call sources_in,tests/emulator)
 
-.PHONY: build train test test-all test-cpus test-fla test-gpu test-emulated bench ctest archs wheel wheels \
+.PHONY: build train test test-all test-cpus test-fla test-gpu sanitize test-emulated bench ctest archs wheel wheels \
 	docs lint format clean help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
@@ -99,6 +102,15 @@ test-fla: $(fla_stamp)
 test-emulated: $(built_stamp)
 	@OMP_NUM_THREADS=1 $(py) tests/emulator/run.py -m pytest -p emulated -n 2 \
 		$(or $(PYTEST_ARGS),-m sanitizer)
+
+# Python itself is not built with the sanitizers, so their library comes first. It has blocks left
+# at its end: that is no error of ours.
+sanitize: $(deps_stamp)
+	@FORCE_CUDA=0 GLA_EXT_SANITIZE=1 $(py) setup.py --quiet build --build-lib .build/sanitized
+	@LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 \
+		PYTHONPATH=.build/sanitized $(VENV)/bin/pytest -n 2 -m "not slow" \
+		$(or $(PYTEST_ARGS),tests/operators tests/modules tests/steps)
 
 test-gpu: $(built_stamp)
 	@$(py) benchmarks/check_gpu.py $(GPU_ARGS)

@@ -8,6 +8,8 @@ torch from MIN_TORCH on, what is compiled fits one minor version. Environment va
     GLA_EXT_LOCAL_VERSION: 1 adds torch and CUDA to the version, 0.3.0+torch2.11.cu130. Default 1,
         but 0 in an unpacked sdist: pip refuses a wheel of another version than the sdist's name.
     GLA_EXT_WERROR_SPILLS: 1 fails where a CUDA kernel spills registers; for CI, not for users.
+    GLA_EXT_SANITIZE: 1 builds with the address and undefined behaviour sanitizers, which `make
+        sanitize` loads.
 """
 
 import os
@@ -54,6 +56,10 @@ if platform.machine() == "x86_64" and platform.libc_ver()[0] == "glibc":
     # See csrc/common/glibc.cpp.
     LINK_FLAGS.append("-Wl,--wrap=exp,--wrap=exp2,--wrap=log,--wrap=log2,--wrap=pow")
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall"]
+SANITIZED = os.environ.get("GLA_EXT_SANITIZE") == "1"
+if SANITIZED:
+    LINK_FLAGS.append("-fsanitize=address,undefined")
+    CXX_FLAGS += [LINK_FLAGS[-1], "-fno-omit-frame-pointer", "-g1"]
 NVCC_FLAGS = ["-O3"]
 COMPRESS = "--compress-mode=size"  # nvcc knows it from 12.8 on
 SPILLS_ARE_ERRORS = ["-Xptxas", "-warn-spills", "-Xptxas", "-Werror"]
@@ -325,7 +331,7 @@ def torch_build_ext() -> type[build_ext]:
             # a second build then compiles only what changed.
             super().finalize_options()
             tag = f"{sys.implementation.cache_tag}-torch-{torch.__version__}"
-            self.build_temp = str(ROOT / ".build" / tag)
+            self.build_temp = str(ROOT / ".build" / (tag + "-sanitized" * SANITIZED))
 
         def run(self) -> None:
             # Only now: sdist finalizes this command too, and decides nothing about CUDA.
