@@ -23,6 +23,7 @@ from gla_ext.model import count_parameters
 from gla_ext.model.checkpoint import read_metadata
 from gla_ext.model.files import write_text
 from gla_ext.train.data import Corpus
+from gla_ext.train.flags import flag_of
 from gla_ext.train.loop import Interrupted, StopSignals, train
 from gla_ext.train.parallel import Parallel
 from gla_ext.train.plot import plot_losses
@@ -139,7 +140,7 @@ def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
         for name, value in given.items():
             saved = getattr(settings, name)
             if value != saved:
-                flag = "--" + name.replace("_", "-")
+                flag = flag_of(name)
                 raise CheckpointMismatch(
                     f"expected {flag} to be {saved} as in {path}, got {value}; leave {flag} out "
                     "to go on, or --resume out to start again"

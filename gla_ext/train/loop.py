@@ -65,7 +65,6 @@ def train(trainer: Trainer, options: Options, signals: StopSignals) -> dict[str,
     steps, first = trainer.settings.steps, trainer.step
     eval_every = trainer.settings.eval_every or max(250, steps // 4)
     checkpoint = options.out / CHECKPOINT
-    batch_bytes = trainer.settings.batch_size * trainer.settings.seq_len
     pauses = (10, eval_every, options.save_every, steps)
     interval = 0.5 if sys.stderr.isatty() else 10.0
     first_seconds, seconds, rate, saved = 0.0, 0.0, 0.0, trainer.step
@@ -84,7 +83,7 @@ def train(trainer: Trainer, options: Options, signals: StopSignals) -> dict[str,
                     first_seconds = time.perf_counter() - start
                 else:
                     seconds += time.perf_counter() - start
-                    rate = batch_bytes * (done - 1) / seconds
+                    rate = trainer.settings.tokens * (done - 1) / seconds
                 if reads:
                     speed = f", {rate:,.0f} tokens/s" if rate else ""
                     bar.set_postfix_str(f"{loss:.3f} bits/byte{speed}", refresh=False)

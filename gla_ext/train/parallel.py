@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gla_ext.model.checkpoint import load_tensors, model_tensors, write_tensors
+from gla_ext.train.flags import flag_of
 from gla_ext.train.presets import Options, Settings
 
 Batches = Callable[..., tuple[Tensor, Tensor]]
@@ -50,7 +51,7 @@ class Parallel:
         """Chooses each process's part of a run; raises ValueError for sizes that do not fit."""
         for name in ("tensor_parallel", "context_parallel"):
             if getattr(options, name) > 1:
-                flag = "--" + name.replace("_", "-")
+                flag = flag_of(name)
                 raise ValueError(
                     f"expected {flag} to be 1 in one process, got {getattr(options, name)}; "
                     "torchrun --nproc-per-node N -m gla_ext.train starts more"

@@ -79,7 +79,8 @@ class Trainer:
         self.model = self.make_model().to(device)
         self.loss = parallel.prepare(self.model, self._loss, DTYPES[settings.dtype], compiled)
         graph_on = device if cuda_graph else None
-        self.optimizer = optimizer_of(self.model, settings.lr, settings.weight_decay, graph_on)
+        rates = (settings.lr, settings.weight_decay, graph_on, settings.betas)
+        self.optimizer = optimizer_of(self.model, *rates)
         self.segmented = self._segmented_loss(compiled, cuda_graph)
         # One graph for a window's first step, which starts from a zero state, and one for the
         # others.
@@ -94,7 +95,12 @@ class Trainer:
     ) -> tuple[Callable[[int], tuple[Tensor, Tensor]], Tensor | Stream]:
         """The batches, as a function of the step, and the tokens for `evaluate`."""
         settings = self.settings
-        sizes = (settings.batch_size, settings.seq_len, settings.seed, settings.segments)
+        sizes = (
+            settings.passes * settings.batch_size,
+            settings.seq_len,
+            settings.seed,
+            settings.segments,
+        )
         return corpus.batches(*sizes, self.device), corpus.held_out_tokens(self.device)
 
     def make_model(self) -> GLAForCausalLM:
@@ -123,17 +129,22 @@ class Trainer:
         self.step += 1
 
     def _update_on(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Forward, backward, clipping and the optimizer's update on a batch; returns its loss."""
-        if self.segmented is None:
-            loss = self.loss(inputs, targets)
-        else:
-            loss = self.segmented(self.step, inputs, targets)
-        loss.backward()
+        """Forward, backward, clipping and the optimizer's update on a batch, in as many passes as
+        settings say; returns its loss.
+        """
+        total, passes = 0.0, self.settings.passes
+        for batch in zip(inputs.chunk(passes), targets.chunk(passes), strict=True):
+            if self.segmented is None:
+                loss = self.loss(*batch) / passes
+            else:
+                loss = self.segmented(self.step, *batch) / passes
+            loss.backward()
+            total += loss.detach()
         if self.settings.grad_clip > 0:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        return total
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy of a batch, int64 `[B, T]` each, in nats per token."""

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ def assert_same_checkpoints(a, b):
 FALLS = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "warmup-stable-decay": lambda done: min(1, (1 - done) * 8),
 }
 
 
@@ -54,6 +56,30 @@ def test_learning_rate_warms_up_and_falls(schedule):
     assert rates[:20] == pytest.approx([0.1 * (i + 1) for i in range(20)])
     assert rates[20:] == pytest.approx([2 * FALLS[schedule](i / 80) for i in range(80)])
     assert trainer.Settings(steps=1, schedule=schedule).learning_rate(0) > 0
+    settings = replace(settings, warmup_tokens=20 * settings.tokens - 1, warmup=1, min_lr=0.5)
+    rates = [settings.learning_rate(step) for step in range(100)]
+    assert rates[:20] == pytest.approx([0.5 + 0.075 * (i + 1) for i in range(20)])
+    assert rates[20:] == pytest.approx([0.5 + 1.5 * FALLS[schedule](i / 80) for i in range(80)])
+
+
+def test_the_length_of_the_decay():
+    settings = trainer.Settings(steps=100, warmup=20, schedule="warmup-stable-decay", decay=50)
+    assert settings.learning_rate(50) == settings.lr > settings.learning_rate(51)
+    assert replace(settings, decay=1000).learning_rate(20) == settings.lr
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_several_passes_are_one_large_batch(corpus, packed):
+    """Of the same windows, up to rounding."""
+    whole = make_trainer(corpus, batch_size=6, packed=packed)
+    parts = make_trainer(corpus, batch_size=2, tokens_per_update=6 * 32, packed=packed)
+    for step in range(6):
+        assert torch.equal(whole.batches(step)[0], parts.batches(step)[0])
+        whole.update()
+        parts.update()
+    torch.testing.assert_close(parts.losses, whole.losses)
+    for a, b in zip(parts.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_loss_falls(corpus):
@@ -163,6 +189,8 @@ def test_stopped_at_any_moment_it_goes_on(whole, tmp_path, number, first_step):
         ("--batch-size", 0, "expected --batch-size to be at least 1, got 0"),
         ("--grad-clip", -1.0, "expected --grad-clip to be at least 0, got -1.0"),
         ("--lr", "nan", "expected --lr to be at least 0, got nan"),
+        ("--min-lr", 1, "expected --min-lr to be at most --lr 0.003, got 1.0"),
+        ("--tokens-per-update", 100, "to be a multiple of --batch-size times --seq-len, 64, got"),
         ("--sample-bytes", -1, "expected --sample-bytes to be at least 0, got -1"),
         ("--seed", 2**64, f"expected --seed to have at most 64 bits, got {2**64}"),
         (
@@ -179,6 +207,29 @@ def test_bad_options(folder, tmp_path, capsys, option, value, message):
     run("--data", folder, "--out", tmp_path / "out", *TINY, option, value, code=2)
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_betas_out_of_range(tmp_path, capsys):
+    run("--out", tmp_path, *TINY, "--betas", 0.9, 1, code=2)
+    assert_error(capsys, r"expected --betas to be from 0 to below 1, got \[0.9, 1.0\]")
+    run("--out", tmp_path, *TINY, "--tokens-per-update", 128, "--segments", 2, code=2)
+    assert_error(capsys, "expected --segments 1 with several passes an update, got 2")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--learning-rate=1", "got --learning-rate; --help lists them"),
+        ("--step", "got --step; the nearest is --steps"),
+        ("--token-per-update", "got --token-per-update; the nearest is --tokens-per-update"),
+        ("stray", "got stray; --help lists them"),
+    ],
+)
+def test_flags_are_whole_words(capsys, given, said):
+    with pytest.raises(SystemExit) as stopped:
+        train.main([given, "3"])
+    assert stopped.value.code == 2
+    assert f"expected flags of this command, as whole words, {said}" in capsys.readouterr().err
 
 
 def test_resume_without_a_checkpoint_starts(folder, tmp_path, capsys):
