@@ -14,6 +14,7 @@ import shlex
 import sys
 import time
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ import torch
 from gla_ext.devices import check_device, default_device, in_fixed_order
 from gla_ext.model import count_parameters
 from gla_ext.model.checkpoint import read_metadata
+from gla_ext.model.config import GLAConfig
 from gla_ext.model.files import write_text
 from gla_ext.train.data import Corpus
 from gla_ext.train.flags import flag_of
+from gla_ext.train.initial import config_for, initial_config, initial_tensors, with_sizes
 from gla_ext.train.loop import Interrupted, StopSignals, train
+from gla_ext.train.output.plot import plot_losses
 from gla_ext.train.parallel import Parallel
-from gla_ext.train.plot import plot_losses
-from gla_ext.train.presets import Options, Settings, command_line, describe, preset
+from gla_ext.train.presets import RECIPES, Options, Settings, command_line, describe, preset
 from gla_ext.train.run_folder import (
     CHECKPOINT,
     CURVE,
@@ -127,11 +130,15 @@ def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
     device = default_device() if device == "auto" else device
     check_device(device)
     defaults, names = preset(device), {field.name for field in fields(Options)}
+    given = RECIPES.get(given.get("preset"), {}) | given
+    given.pop("preset", None)
     options = {name: value for name, value in given.items() if name in names}
     options = replace(defaults.options, **(options | {"device": device}))
     given = {name: value for name, value in given.items() if name not in names}
     if "data" in given:
         given["data"] = absolute(given["data"])
+    if "init_from" in given:
+        given["init_from"] = os.path.realpath(given["init_from"])
     path = options.out / CHECKPOINT
     if options.resume and path.exists():
         settings = checkpoint_settings(read_metadata(path), path)
@@ -146,7 +153,21 @@ def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
                     "to go on, or --resume out to start again"
                 )
         return settings, options
+    if "init_from" in given:
+        given = with_sizes(Path(given["init_from"]), given)
     return replace(defaults.settings, **given), options
+
+
+def _config(
+    settings: Settings, corpus: Corpus | TokenCorpus, checkpoint: Path | None
+) -> GLAConfig | None:
+    """The configuration of a run that starts from another model, or goes on from a checkpoint."""
+    if settings.init_from is None:
+        return None
+    if checkpoint is not None:
+        return GLAConfig.from_dict(read_metadata(checkpoint)["config"])
+    folder = Path(settings.init_from)
+    return config_for(initial_config(folder), folder, corpus)
 
 
 def _run(
@@ -159,12 +180,17 @@ def _run(
     """Trains, evaluates and writes everything; raises Interrupted when a signal came."""
     start = time.perf_counter()
     device = torch.device(options.device)
-    trainer = Trainer(settings, corpus, device, options.compile, options.cuda_graph, parallel)
     checkpoint = options.out / CHECKPOINT
-    if parallel.from_first(lambda: _resumes(options)):
+    resumes = parallel.from_first(lambda: _resumes(options))
+    config = _config(settings, corpus, checkpoint if resumes else None)
+    how = (options.compile, options.cuda_graph, parallel, config)
+    trainer = Trainer(settings, corpus, device, *how)
+    if resumes:
         trainer.load(checkpoint)
     elif options.resume:
         print(f"No checkpoint in {options.out} yet: starting at step 0")
+    if settings.init_from and not resumes:
+        trainer.start_from(initial_tensors(Path(settings.init_from)))
     saved = checkpoint_settings(read_metadata(checkpoint), checkpoint) if trainer.step else None
     if saved != settings:
         trainer.save(checkpoint)  # from here on --resume knows the run's settings

@@ -37,6 +37,12 @@ class Settings:
         type=str,
         nargs="+",
     )
+    init_from: str | None = flag(
+        None,
+        "folder of the model to start from, of ours or FLA's, or of another run",
+        "initial weights from the seed",
+        type=str,
+    )
     dtype: str = flag("float32", "of the products, bfloat16 by autocast", choices=list(DTYPES))
     steps: int = flag(2000, "optimizer steps in all")
     batch_size: int = flag(8, "windows that pass at once, in all processes together")
@@ -193,6 +199,37 @@ PRESETS = {
 }
 
 
+# Of the GLA paper (arXiv 2312.06635), section 5: rates from and to 3e-5, in bf16 on GPUs.
+_PAPER = {
+    "layers": 24,
+    "heads": 4,
+    "seq_len": 2048,
+    "lr": 3e-4,
+    "min_lr": 3e-5,
+    "schedule": "cosine",
+    "weight_decay": 0.01,
+    "grad_clip": 1.0,
+    "eval_every": 1000,
+    "save_every": 500,
+}
+# The values of --preset, which flags override.
+RECIPES: dict[str, dict[str, Any]] = {
+    # 15 B tokens.
+    "gla-340m": _PAPER
+    | {"hidden_size": 1024, "batch_size": 16, "tokens_per_update": 1 << 19, "steps": 28_610}
+    | {"warmup_tokens": 500_000_000},
+    # 100 B tokens.
+    "gla-1.3b": _PAPER
+    | {"hidden_size": 2048, "batch_size": 8, "tokens_per_update": 1 << 21, "steps": 47_684}
+    | {"warmup_tokens": 1_000_000_000},
+    # For a CPU: 4 M tokens, in some minutes.
+    "gla-tiny": _PAPER
+    | {"layers": 4, "hidden_size": 128, "heads": 2, "seq_len": 256, "batch_size": 8}
+    | {"tokens_per_update": 1 << 12, "steps": 1000, "warmup": 50, "lr": 3e-3, "min_lr": 3e-4}
+    | {"eval_every": 250, "save_every": 100},
+}
+
+
 def preset(device: str) -> Preset:
     """The preset for a torch device such as 'cpu' or 'cuda:1'."""
     return PRESETS[torch.device(device).type]
@@ -219,6 +256,8 @@ def command_line() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     cpu, cuda = ({**vars(p.settings), **vars(p.options)} for p in PRESETS.values())
+    told = "the GLA paper's sizes, batches and rates, or tiny ones for a CPU; flags override them"
+    parser.add_argument("--preset", choices=list(RECIPES), help=f"{told} (default: the device's)")
     for option in (*fields(Settings), *fields(Options)):
         name, told = option.name, option.metadata
         default = cpu[name] if cpu[name] == cuda[name] else f"{cpu[name]}; GPU: {cuda[name]}"
@@ -233,7 +272,7 @@ def command_line() -> argparse.ArgumentParser:
 def _values(settings: Settings, options: Options) -> dict[str, Any]:
     """The values that presets determine, under the names of the flags."""
     values = asdict(settings)
-    del values["data"]
+    del values["data"], values["init_from"]
     values |= {name: getattr(options, name) for name in ("compile", "cuda_graph", "save_every")}
     words = {False: "no", True: "yes"}
     return {

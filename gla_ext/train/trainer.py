@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gla_ext.model import GLAForCausalLM
 from gla_ext.model.checkpoint import read_tensors
+from gla_ext.model.config import GLAConfig
 from gla_ext.model.weights import reset_convolutions
 from gla_ext.train.data import Corpus
 from gla_ext.train.graph import GraphedUpdate, check_graph
@@ -51,6 +52,7 @@ class Trainer:
             `gla_ext.train.graph`. Default: False.
         parallel: this process's part of the run, after `lay_out`. Default: all of it, on one
             device.
+        config: the model, of the corpus's tokens. Default: as the settings say.
 
     Raises:
         ValueError: cuda_graph on a device other than CUDA.
@@ -66,11 +68,12 @@ class Trainer:
         compiled: bool = False,
         cuda_graph: bool = False,
         parallel: Parallel = ONE_PROCESS,
+        config: GLAConfig | None = None,
     ) -> None:
         if cuda_graph:
             check_graph(device)
         self.settings, self.device, self.parallel = settings, device, parallel
-        self.corpus, self.fingerprint = corpus, corpus.fingerprint
+        self.corpus, self.fingerprint, self.config = corpus, corpus.fingerprint, config
         batches, self.held_out = self.make_data(corpus)
         self.batches = parallel.own_part(batches)
         rows = settings.batch_size // parallel.replicas
@@ -105,10 +108,15 @@ class Trainer:
 
     def make_model(self) -> GLAForCausalLM:
         """The model with its initial weights."""
-        corpus = self.corpus
-        model = GLAForCausalLM(self.settings.model_config(corpus.vocab_size, corpus.document_start))
+        tokens = (self.corpus.vocab_size, self.corpus.document_start)
+        model = GLAForCausalLM(self.config or self.settings.model_config(*tokens))
         reset_convolutions(model)
         return model
+
+    def start_from(self, tensors: dict[str, Tensor]) -> None:
+        """Takes the weights of another model, of the names of `model_tensors`."""
+        tensors = {f"model.{name}": x for name, x in tensors.items()}
+        self.parallel.restore(self.model, self.optimizer, tensors, None)
 
     def update(self) -> None:
         """Runs one update and stores its loss, in nats per token, in `losses[step]`.
@@ -219,7 +227,8 @@ class Trainer:
                 eos_token_id=self.corpus.document_start,
                 generator=generator,
             )
-        return self.corpus.text_of(tokens[0].tolist())
+        known = tokens[0] < self.corpus.vocab_size  # a model to start from may have more
+        return self.corpus.text_of(tokens[0][known].tolist())
 
     def save(self, path: str | Path) -> None:
         """Writes one safetensors file, atomically, with all that `load` needs to continue from

@@ -19,7 +19,7 @@ from gla_ext.model.files import replacing, write_text
 from gla_ext.train import command as train
 from gla_ext.train import data
 from gla_ext.train.data import Corpus
-from gla_ext.train.plot import plot_losses
+from gla_ext.train.output.plot import plot_losses
 from gla_ext.train.run_folder import CHECKPOINT, LOCK, RESULTS, held
 
 
