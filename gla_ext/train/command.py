@@ -75,6 +75,7 @@ def run(given: dict[str, Any], parallel: Parallel) -> int:
     """
     with parallel.joined():
         settings, options = parallel.from_first(lambda: _settings_and_options(given))
+        check_packages(tuple(options.log))
         parallel.lay_out(settings, options)
         with StopSignals(parallel) as signals:
             try:
@@ -107,7 +108,7 @@ def _command_to_go_on(
     command = [*launcher, "-m", "gla_ext.train", "--out", str(options.out), "--resume"]
     if "device" in given:
         command += ["--device", given["device"]]
-    for name in ("compile", "cuda_graph"):
+    for name in ("compile", "cuda_graph", "skip_bad"):
         if name in given:
             flag = name.replace("_", "-")
             command.append(f"--{flag}" if given[name] else f"--no-{flag}")
@@ -200,10 +201,6 @@ def _run(
     unordered = options.compile or parallel.size > 1
     with contextlib.nullcontext() if unordered else in_fixed_order(device):
         speed = train(trainer, options, signals)
-    if not trainer.evaluations or trainer.evaluations[-1][0] != trainer.step:
-        print("Evaluating on the held-out text ...", flush=True)
-        trainer.evaluate(signals.stopped)
-        signals.check()
     whole = trainer.consolidated()
     parallel.from_first(lambda: _finish(whole, corpus, options, speed))
     rate = f", {speed['tokens_per_second']:,} tokens/s" if speed["tokens_per_second"] else ""
@@ -243,6 +240,7 @@ def _finish(
     plot_losses(out / CURVE, trainer, bits)
     metrics = {
         "held_out_bits_per_byte": bits,
+        "held_out_perplexity": trainer.perplexity(bits["this model"]),
         "held_out_bytes": corpus.held_out_bytes,
         "train_bits_per_byte": trainer.recent_loss(),
         "steps": trainer.step,
@@ -256,6 +254,7 @@ def _finish(
     }
     write_text(out / METRICS, json.dumps(metrics, indent=2) + "\n")
     print(f"\nA continuation of {options.prompt!r}:\n\n{sample}\n")
+    print(f"Held-out text, perplexity a token: {metrics['held_out_perplexity']:.2f}")
     print(f"Held-out text, bits a byte ({metrics['held_out_bytes']:,} bytes):")
     for name, value in bits.items():
         print(f"  {name:<12}{value:.3f}")

@@ -71,6 +71,10 @@ class Parallel:
         """The mean of the processes' tensors."""
         return x
 
+    def whole(self, x: Tensor) -> Tensor:
+        """A number that the processes have together."""
+        return x
+
     def tidy(self, checkpoint: Path, resumes: bool) -> None:
         """Removes checkpoint folders of earlier runs with several processes, except one to resume
         from.

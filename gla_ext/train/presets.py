@@ -16,6 +16,7 @@ from gla_ext.train.flags import FlagParser, check_at_least, flag, flag_of, switc
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SCHEDULES = ("linear", "cosine", "warmup-stable-decay")
+WATCHERS = ("tensorboard", "wandb")
 _OUT = Path("runs/gla-bytes")
 
 
@@ -74,12 +75,15 @@ class Settings:
     eval_every: int = flag(
         0, "steps between evaluations", "a quarter of the steps, 250 at least; GPU: {eval_every}"
     )
+    spike: float = flag(
+        3.0, "nats above the mean of the last 100 losses that make an update bad, 0 for any"
+    )
     seed: int = flag(0, "seed of weights, batches and sample")
 
     def __post_init__(self) -> None:
         check_at_least(self, steps=0, batch_size=1, seq_len=1, hidden_size=1, layers=1, heads=1)
         check_at_least(self, segments=1, tokens_per_update=0, warmup=0, warmup_tokens=0, decay=0)
-        check_at_least(self, lr=0, min_lr=0, weight_decay=0, grad_clip=0, eval_every=0)
+        check_at_least(self, lr=0, min_lr=0, weight_decay=0, grad_clip=0, eval_every=0, spike=0)
         self.betas = list(self.betas)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"expected --betas to be from 0 to below 1, got {self.betas}")
@@ -141,7 +145,7 @@ class Settings:
 @dataclass
 class Options:
     """The options that a resumed run may change. On one device only `compile` and `cuda_graph`
-    alter numbers, by rounding.
+    alter numbers, by rounding, and `skip_bad` where a run would stop.
     """
 
     out: Path = flag(_OUT, "folder for what the run writes, and for no other run meanwhile")  # noqa: RUF009
@@ -157,11 +161,19 @@ class Options:
     prompt: str = flag("def ", "text that the sample continues", "'def '")
     sample_bytes: int = flag(400, "longest sample, tokens")
     save_every: int = flag(200, "steps between checkpoints")
+    log_every: int = flag(10, "steps between lines of log.jsonl")
+    log: list[str] = flag(  # noqa: RUF009
+        (), "what else is told of the run", "none", type=str, nargs="+", choices=WATCHERS
+    )
+    skip_bad: bool = switch(
+        False, "go on after updates whose loss is no number or a spike, which are left out"
+    )
     tensor_parallel: int = flag(1, "processes that share each layer's heads and channels")
     context_parallel: int = flag(1, "processes that share each window's tokens")
 
     def __post_init__(self) -> None:
-        check_at_least(self, sample_bytes=0, save_every=1, tensor_parallel=1, context_parallel=1)
+        check_at_least(self, sample_bytes=0, save_every=1, log_every=1)
+        check_at_least(self, tensor_parallel=1, context_parallel=1)
         if self.resume and self.overwrite:
             raise ValueError("expected --resume or --overwrite, got both")
 

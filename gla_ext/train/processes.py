@@ -120,6 +120,9 @@ class Processes(Parallel):
         dist.all_reduce(total)
         return total / self.size
 
+    def whole(self, x: Tensor) -> Tensor:
+        return x.full_tensor()
+
     def tidy(self, checkpoint: Path, resumes: bool) -> None:
         named = read_metadata(checkpoint).get("sharded") if resumes else None
         remove_folders(checkpoint.parent, but=named)

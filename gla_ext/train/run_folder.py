@@ -20,7 +20,7 @@ from gla_ext.model.checkpoint import CONFIG_FILE, MODEL_FILE, read_metadata
 from gla_ext.model.files import remove_leftovers
 
 CHECKPOINT = "checkpoint.safetensors"
-METRICS, CURVE, SAMPLE = "metrics.json", "loss.png", "sample.txt"
+METRICS, CURVE, SAMPLE, LOG = "metrics.json", "loss.png", "sample.txt", "log.jsonl"
 TOKENIZER = ("tokenizer_config.json", "tokenizer.json")
 RESULTS = (MODEL_FILE, CONFIG_FILE, *TOKENIZER, METRICS, CURVE, SAMPLE)
 LOCK = ".gla_ext-train.lock"
@@ -63,7 +63,7 @@ def held(folder: Path) -> Iterator[TextIO]:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
         lock.flush()
-        for name in (CHECKPOINT, *RESULTS):
+        for name in (CHECKPOINT, LOG, *RESULTS):
             remove_leftovers(folder / name)
         yield lock
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from gla_ext.model import GLAForCausalLM
 from gla_ext.model.checkpoint import read_tensors
@@ -31,6 +32,7 @@ from gla_ext.train.segments import SegmentedLoss, forward, pack_rows
 from gla_ext.train.tokens.corpus import TokenCorpus
 from gla_ext.train.tokens.folder import Stream
 
+SPIKE_SPAN = 100  # updates whose mean loss a spike is compared with
 _FORMAT = "gla_ext.train/1"
 # Gives as many blanks as the text has. When colder, or with top-p, runs of indentation never end.
 SAMPLE_TEMPERATURE = 0.9
@@ -73,6 +75,7 @@ class Trainer:
         if cuda_graph:
             check_graph(device)
         self.settings, self.device, self.parallel = settings, device, parallel
+        self.max_norm = settings.grad_clip or math.inf
         self.corpus, self.fingerprint, self.config = corpus, corpus.fingerprint, config
         batches, self.held_out = self.make_data(corpus)
         self.batches = parallel.own_part(batches)
@@ -90,7 +93,9 @@ class Trainer:
         graphs = 0 if not cuda_graph else 2 if settings.segments > 1 else 1
         self.graphs = [GraphedUpdate(self._update_on, device) for _ in range(graphs)]
         self.step = 0
-        self.losses = torch.zeros(settings.steps, dtype=torch.float32, device=device)
+        numbers = {"dtype": torch.float32, "device": device}
+        self.losses, self.norms, self.bad = torch.zeros(3, settings.steps, **numbers)
+        self.limit = torch.full((), math.inf, **numbers)  # a loss above it is a spike
         self.evaluations: list[tuple[int, float]] = []
 
     def make_data(
@@ -118,8 +123,15 @@ class Trainer:
         tensors = {f"model.{name}": x for name, x in tensors.items()}
         self.parallel.restore(self.model, self.optimizer, tensors, None)
 
+    @property
+    def eval_every(self) -> int:
+        """Steps between evaluations."""
+        return self.settings.eval_every or max(250, self.settings.steps // 4)
+
     def update(self) -> None:
-        """Runs one update and stores its loss, in nats per token, in `losses[step]`.
+        """Runs one update and stores its loss, in nats per token, in `losses[step]`, the norm of
+        its gradient in `norms`, and whether it was bad in `bad`: neither number may be infinite or
+        NaN, nor the loss a spike. A bad update leaves weights and optimizer as they are.
 
         This does not wait for a GPU: updates are queued until a loss is read.
         """
@@ -133,12 +145,16 @@ class Trainer:
         update_on = self._update_on
         if self.graphs:
             update_on = self.graphs[min(self.step % self.settings.segments, 1)]
-        self.losses[self.step] = update_on(*self.batches(self.step))
+        step, spike = self.step, self.settings.spike
+        if spike and step >= SPIKE_SPAN:
+            self.limit.copy_(self.losses[step - SPIKE_SPAN : step].nanmean() + spike)
+        found = update_on(*self.batches(step))
+        self.losses[step], self.norms[step], self.bad[step] = found
         self.step += 1
 
     def _update_on(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward, backward, clipping and the optimizer's update on a batch, in as many passes as
-        settings say; returns its loss.
+        settings say; returns its loss, the norm of its gradient, and whether it was bad.
         """
         total, passes = 0.0, self.settings.passes
         for batch in zip(inputs.chunk(passes), targets.chunk(passes), strict=True):
@@ -148,11 +164,13 @@ class Trainer:
                 loss = self.segmented(self.step, *batch) / passes
             loss.backward()
             total += loss.detach()
-        if self.settings.grad_clip > 0:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
+        norm = self.parallel.whole(clip_grad_norm_(self.model.parameters(), self.max_norm))
+        loss = self.parallel.mean(total).float()
+        good = loss.isfinite() & norm.isfinite() & (loss <= self.limit)
+        self.optimizer.found_inf = 1 - good.float()  # with it the fused step leaves all as it is
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return total
+        return torch.stack([loss, norm.float(), self.optimizer.found_inf])
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy of a batch, int64 `[B, T]` each, in nats per token."""
@@ -171,9 +189,17 @@ class Trainer:
 
     def recent_loss(self, steps: int = 20) -> float:
         """Mean training loss of the last steps, in bits per byte; NaN before the first step."""
-        loss = self.losses[max(0, self.step - steps) : self.step].mean().item()
+        loss = self.losses[max(0, self.step - steps) : self.step].nanmean().item()
         loss *= self.corpus.tokens_per_byte / math.log(2)
         return self.parallel.mean(torch.tensor(loss, dtype=torch.float64)).item()
+
+    def perplexity(self, bits: float) -> float:
+        """A held-out token's, of the bits a byte of an evaluation."""
+        return 2 ** (bits / self.corpus.held_out_tokens_per_byte)
+
+    def has_finite_weights(self) -> bool:
+        """Whether all weights are numbers."""
+        return all(self.parallel.whole(p.isfinite().all()) for p in self.model.parameters())
 
     def best_evaluation(self) -> tuple[int, float]:
         """Step and bits per byte of the lowest evaluation so far."""

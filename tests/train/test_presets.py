@@ -30,6 +30,9 @@ OTHERS = {
     "prompt": "class ",
     "sample_bytes": 7,
     "save_every": 3,
+    "log_every": 4,
+    "log": ["wandb"],
+    "skip_bad": True,
     "tensor_parallel": 2,
     "context_parallel": 2,
     "data": [str(Path("text").resolve())],
@@ -55,6 +58,7 @@ OTHERS = {
     "weight_decay": 0.5,
     "grad_clip": 0.75,
     "eval_every": 17,
+    "spike": 1.5,
     "seed": 19,
 }
 
@@ -114,8 +118,8 @@ def test_what_is_printed(gpu):
         "Defaults for cpu: dtype float32, steps 2000, batch-size 8, tokens-per-update 0, "
         "seq-len 128, hidden-size 128, layers 3, heads 2, use-short-conv no, segments 1, "
         "packed no, lr 0.003, min-lr 0.0, schedule linear, warmup 100, warmup-tokens 0, decay 0, "
-        "weight-decay 0.1, betas [0.9, 0.95], grad-clip 1.0, eval-every 0, seed 0, compile no, "
-        "cuda-graph no, save-every 200"
+        "weight-decay 0.1, betas [0.9, 0.95], grad-clip 1.0, eval-every 0, spike 3.0, seed 0, "
+        "compile no, cuda-graph no, save-every 200"
     )
 
 
