@@ -39,6 +39,7 @@ from gla_ext.train.run_folder import (
     SAMPLE,
     check_nothing_is_lost,
     held,
+    keep_earlier,
 )
 from gla_ext.train.tokens.corpus import TokenCorpus, absolute, open_corpus
 from gla_ext.train.trainer import CheckpointMismatch, Trainer, checkpoint_settings
@@ -94,6 +95,8 @@ def _take(stack: contextlib.ExitStack, options: Options, parallel: Parallel) -> 
     """Locks the run's folder until the stack is closed."""
     stack.enter_context(held(options.out))
     check_nothing_is_lost(options.out, options.resume, options.overwrite)
+    if not _resumes(options):
+        keep_earlier(options.out, 0)
     parallel.tidy(options.out / CHECKPOINT, _resumes(options))
 
 

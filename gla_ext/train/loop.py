@@ -8,9 +8,9 @@ import time
 from types import FrameType
 
 from gla_ext.train.output.log import Log
+from gla_ext.train.output.saving import Saver
 from gla_ext.train.parallel import ONE_PROCESS, Parallel
 from gla_ext.train.presets import Options
-from gla_ext.train.run_folder import CHECKPOINT
 from gla_ext.train.trainer import Trainer
 
 MOST_SKIPPED = 20  # bad updates in a row
@@ -60,10 +60,9 @@ def train(trainer: Trainer, options: Options, signals: StopSignals) -> dict[str,
     """Trains to the last step, saves checkpoints and evaluates; returns the times for
     `metrics.json`.
     """
-    checkpoint, steps = options.out / CHECKPOINT, trainer.settings.steps
-    saved = checked = trainer.step
-    with Log(trainer, options) as log:
-        while trainer.step < steps:
+    checked = trainer.step
+    with Log(trainer, options) as log, Saver(trainer, options) as saver:
+        while trainer.step < trainer.settings.steps:
             if trainer.step > 0 and trainer.step % trainer.eval_every == 0:
                 _evaluate(trainer, log, signals)
             if not signals.stopped():
@@ -71,12 +70,10 @@ def train(trainer: Trainer, options: Options, signals: StopSignals) -> dict[str,
                 trainer.update()
                 log.update(start)
             if log.reads and checked < trainer.step:
-                _check(trainer, checked, options)
+                _check(trainer, checked, options, saver)
                 checked = trainer.step
-            due = trainer.step % options.save_every == 0 or trainer.step == steps
-            if (due or signals.stopped()) and trainer.step > saved:
-                trainer.save(checkpoint)
-                saved = trainer.step
+            if saver.is_due() or signals.stopped():
+                saver.save()
             signals.check()
     if trainer.step not in dict(trainer.evaluations):
         print("Evaluating on the held-out text ...", flush=True)
@@ -93,7 +90,7 @@ def _evaluate(trainer: Trainer, log: Log, signals: StopSignals) -> None:
             log.evaluation()
 
 
-def _check(trainer: Trainer, since: int, options: Options) -> None:
+def _check(trainer: Trainer, since: int, options: Options, saver: Saver) -> None:
     """Stops the run after a checkpoint if updates since a step were bad, or says that they were
     skipped.
 
@@ -117,7 +114,7 @@ def _check(trainer: Trainer, since: int, options: Options) -> None:
             tqdm.write(f"Skipped update {step + 1}, whose loss is {loss}", file=sys.stderr)
         return
     if whole:
-        trainer.save(options.out / CHECKPOINT)
+        saver.save()
         ends = f"which was left out; --resume goes on behind step {trainer.step}, with --skip-bad "
         ends += "also past others"
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,10 +101,12 @@ class Parallel:
         """The whole model, on the first process."""
         return model
 
-    def write(
-        self, path: Path, model: nn.Module, optimizer: Optimizer, tensors: Tensors, metadata: Tags
-    ) -> None:
-        """Writes a checkpoint, atomically: model, optimizer, random generators and tensors."""
+    def snapshot(
+        self, model: nn.Module, optimizer: Optimizer, tensors: Tensors, metadata: Tags
+    ) -> Callable[[Path], None]:
+        """Copies what makes a checkpoint to the host: model, optimizer, random generators and
+        tensors; returns a function that writes it, atomically, to a path.
+        """
         tensors = {f"model.{name}": x for name, x in model_tensors(model).items()} | tensors
         for name, parameter in model.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -112,7 +115,8 @@ class Parallel:
         device = next(model.parameters()).device
         if device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
-        write_tensors(path, tensors, metadata)
+        copies = {name: x.detach().to("cpu", copy=True) for name, x in tensors.items()}
+        return partial(write_tensors, tensors=copies, metadata=metadata)
 
     def restore(
         self, model: nn.Module, optimizer: Optimizer, tensors: Tensors, folder: Path | None
@@ -120,7 +124,7 @@ class Parallel:
         """Puts a checkpoint into model and optimizer.
 
         Args:
-            model, optimizer: the arguments of `write`.
+            model, optimizer: the arguments of `snapshot`.
             tensors: the tensors of the file.
             folder: torch's distributed checkpoint next to the file, if several processes wrote it.
         """

@@ -161,6 +161,8 @@ class Options:
     prompt: str = flag("def ", "text that the sample continues", "'def '")
     sample_bytes: int = flag(400, "longest sample, tokens")
     save_every: int = flag(200, "steps between checkpoints")
+    save_minutes: float = flag(0.0, "minutes after which there is one all the same, 0 for none")
+    keep: int = flag(1, "checkpoints to keep, the last ones")
     log_every: int = flag(10, "steps between lines of log.jsonl")
     log: list[str] = flag(  # noqa: RUF009
         (), "what else is told of the run", "none", type=str, nargs="+", choices=WATCHERS
@@ -172,7 +174,7 @@ class Options:
     context_parallel: int = flag(1, "processes that share each window's tokens")
 
     def __post_init__(self) -> None:
-        check_at_least(self, sample_bytes=0, save_every=1, log_every=1)
+        check_at_least(self, sample_bytes=0, save_every=1, save_minutes=0, keep=1, log_every=1)
         check_at_least(self, tensor_parallel=1, context_parallel=1)
         if self.resume and self.overwrite:
             raise ValueError("expected --resume or --overwrite, got both")

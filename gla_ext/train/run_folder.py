@@ -74,12 +74,33 @@ def folders(out: Path) -> list[Path]:
 
 
 def remove_folders(out: Path, but: str | None) -> None:
-    """Removes these folders, partial or old, except `but`, the one that the checkpoint file
-    names.
+    """Removes these folders, partial or old, except `but`, the one that the checkpoint file names,
+    and those that earlier ones name.
     """
+    named = {read_metadata(path).get("sharded") for path in earlier(out)}
     for folder in folders(out):
-        if folder.name != but:
+        if folder.name not in named | {but}:
             shutil.rmtree(folder)
+
+
+def earlier(out: Path) -> list[Path]:
+    """The checkpoints before the last one that are kept, in order."""
+    return sorted(out.glob("checkpoint-*.safetensors"), key=lambda path: (len(path.name), path))
+
+
+def keep_earlier(out: Path, count: int) -> None:
+    """Keeps the checkpoint that the next one replaces, and of all those the last `count`; that of
+    step 0 is not kept.
+    """
+    path = out / CHECKPOINT
+    step = read_metadata(path)["step"] if count and path.exists() else 0
+    if step:
+        kept = out / f"checkpoint-{step}.safetensors"
+        kept.unlink(missing_ok=True)
+        os.link(path, kept)
+    every = earlier(out)
+    for path in every[: max(0, len(every) - count)]:
+        path.unlink()
 
 
 def check_nothing_is_lost(folder: Path, resume: bool, overwrite: bool) -> None:

@@ -260,6 +260,12 @@ class Trainer:
         """Writes one safetensors file, atomically, with all that `load` needs to continue from
         here. Sharded tensors are in a folder next to it.
         """
+        self.snapshot()(Path(path))
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """A function that writes what `save` does, of this moment, to a path; one process may go on
+        with updates meanwhile.
+        """
         tensors = {"losses": self._mean_losses()[: self.step]}
         if self.segmented is not None:
             for name, x in self.segmented.tensors(self.step).items():
@@ -270,9 +276,9 @@ class Trainer:
             "settings": asdict(self.settings),
             "config": self.model.config.to_dict(),
             "corpus": self.fingerprint,
-            "evaluations": self.evaluations,
+            "evaluations": list(self.evaluations),
         }
-        self.parallel.write(Path(path), self.model, self.optimizer, tensors, metadata)
+        return self.parallel.snapshot(self.model, self.optimizer, tensors, metadata)
 
     def _mean_losses(self) -> Tensor:
         return self.parallel.mean(self.losses).float()

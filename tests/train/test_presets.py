@@ -30,6 +30,8 @@ OTHERS = {
     "prompt": "class ",
     "sample_bytes": 7,
     "save_every": 3,
+    "save_minutes": 0.5,
+    "keep": 4,
     "log_every": 4,
     "log": ["wandb"],
     "skip_bad": True,

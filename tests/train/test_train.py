@@ -9,21 +9,16 @@ import math
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import pytest
 import torch
-from common import ROOT
 from torch.nn import functional as F
 from trainers import TINY, make_trainer, run
 
 from gla_ext.devices import check_device
 from gla_ext.model import GLAForCausalLM
-from gla_ext.model.checkpoint import load_model, read_metadata, read_tensors, write_tensors
+from gla_ext.model.checkpoint import load_model, read_tensors, write_tensors
 from gla_ext.train import command as train
 from gla_ext.train import data, trainer
 from gla_ext.train.data import encode, load_corpus
@@ -32,14 +27,6 @@ from gla_ext.train.run_folder import LOCK
 
 def checkpoint(out):
     return read_tensors(out / train.CHECKPOINT)
-
-
-def assert_same_checkpoints(a, b):
-    (tensors, metadata), (others, other_metadata) = checkpoint(a), checkpoint(b)
-    assert tensors.keys() == others.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, others[name]), name
-    assert metadata == other_metadata
 
 
 FALLS = {
@@ -131,53 +118,6 @@ def test_writes_everything(folder, tmp_path, capfd):
     with torch.no_grad():
         nats = F.cross_entropy(model(row[None, :-1]).logits[0], row[1:], reduction="none")
     assert nats[row[1:] != 0].mean().item() / math.log(2) == pytest.approx(bits["this model"])
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, texts):
-    """The arguments of a run, and the folder of one that nothing stopped."""
-    folder, out = (tmp_path_factory.mktemp("whole") / name for name in ("text", "out"))
-    texts(folder)
-    args = ["--data", folder, *TINY, "--steps", 150, "--save-every", 20, "--eval-every", 40]
-    run("--out", out, *args)
-    return args, out
-
-
-@pytest.mark.parametrize(
-    ("number", "first_step"),
-    [
-        (signal.SIGKILL, 0),
-        pytest.param(signal.SIGTERM, 20, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, 20, marks=pytest.mark.slow),
-    ],
-)
-def test_stopped_at_any_moment_it_goes_on(whole, tmp_path, number, first_step):
-    args, never_stopped = whole
-    command = [sys.executable, "-m", "gla_ext.train", "--out", tmp_path / "stopped", *args]
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    process = subprocess.Popen(
-        [str(x) for x in command],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    path = tmp_path / "stopped" / train.CHECKPOINT
-    while not path.exists() or read_metadata(path)["step"] < first_step:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    if number == signal.SIGKILL:
-        assert process.returncode == -number, err
-    else:
-        assert process.returncode == 128 + number, err
-        again = f"-m gla_ext.train --out {tmp_path / 'stopped'} --resume --device cpu\n"
-        assert f"To go on: {sys.executable} {again}" in out
-    assert first_step <= checkpoint(tmp_path / "stopped")[1]["step"] < 150
-    run("--out", tmp_path / "stopped", "--resume", "--device", "cpu")
-    assert_same_checkpoints(tmp_path / "stopped", never_stopped)
 
 
 @pytest.mark.parametrize(
