@@ -1,19 +1,19 @@
 """`python -m gla_ext.train`: trains a byte-level GLA language model on text, from one command.
 
 Writes to the folder --out: checkpoint.safetensors (all that --resume needs), and at the end
-model.safetensors and config.json (the model), metrics.json, loss.png and sample.txt.
+model.safetensors and config.json (the model), its tokenizer, model card and custom code for
+transformers, metrics.json, loss.png and sample.txt. log.jsonl grows while it goes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import shlex
 import sys
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +23,14 @@ from gla_ext.devices import check_device, default_device, in_fixed_order
 from gla_ext.model import count_parameters
 from gla_ext.model.checkpoint import read_metadata
 from gla_ext.model.config import GLAConfig
-from gla_ext.model.files import write_text
 from gla_ext.train.data import Corpus
 from gla_ext.train.flags import flag_of
 from gla_ext.train.initial import config_for, initial_config, initial_tensors, with_sizes
 from gla_ext.train.loop import Interrupted, StopSignals, train
-from gla_ext.train.output.plot import plot_losses
+from gla_ext.train.output.result import device_name, evaluate, write_result
 from gla_ext.train.parallel import Parallel
 from gla_ext.train.presets import RECIPES, Options, Settings, command_line, describe, preset
-from gla_ext.train.run_folder import (
-    CHECKPOINT,
-    CURVE,
-    METRICS,
-    RESULTS,
-    SAMPLE,
-    check_nothing_is_lost,
-    held,
-    keep_earlier,
-)
+from gla_ext.train.run_folder import CHECKPOINT, check_nothing_is_lost, held, keep_earlier
 from gla_ext.train.tokens.corpus import TokenCorpus, absolute, open_corpus
 from gla_ext.train.trainer import CheckpointMismatch, Trainer, checkpoint_settings
 
@@ -76,7 +66,7 @@ def run(given: dict[str, Any], parallel: Parallel) -> int:
     """
     with parallel.joined():
         settings, options = parallel.from_first(lambda: _settings_and_options(given))
-        check_packages(tuple(options.log))
+        check_packages((*options.log, *(("lm_eval", "transformers") if options.evaluate else ())))
         parallel.lay_out(settings, options)
         with StopSignals(parallel) as signals:
             try:
@@ -88,6 +78,8 @@ def run(given: dict[str, Any], parallel: Parallel) -> int:
                 command = _command_to_go_on(given, options, parallel.launcher)
                 print(f"Stopped. To go on: {shlex.join(command)}")
                 return 128 + signals.number
+    if options.evaluate and os.environ.get("RANK", "0") == "0":
+        evaluate(options)
     return 0
 
 
@@ -205,7 +197,7 @@ def _run(
     with contextlib.nullcontext() if unordered else in_fixed_order(device):
         speed = train(trainer, options, signals)
     whole = trainer.consolidated()
-    parallel.from_first(lambda: _finish(whole, corpus, options, speed))
+    parallel.from_first(lambda: write_result(whole, corpus, options, speed))
     rate = f", {speed['tokens_per_second']:,} tokens/s" if speed["tokens_per_second"] else ""
     print(f"{time.perf_counter() - start:.0f} s in all{rate}")
 
@@ -215,7 +207,7 @@ def _print_start(trainer: Trainer, corpus: Corpus | TokenCorpus, options: Option
     settings = trainer.settings
     print(
         f"Model: {count_parameters(trainer.model):,} parameters, {settings.layers} layers of width "
-        f"{settings.hidden_size}, on {_device_name(trainer.device)} in {settings.dtype}"
+        f"{settings.hidden_size}, on {device_name(trainer.device)} in {settings.dtype}"
     )
     print(describe(settings, options))
     if options.compile and trainer.step < settings.steps:
@@ -224,43 +216,3 @@ def _print_start(trainer: Trainer, corpus: Corpus | TokenCorpus, options: Option
         print(f"Going on from step {trainer.step} of {settings.steps}")
     if trainer.parallel.size > 1:
         print(f"Processes: {trainer.parallel}")
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-def _finish(
-    trainer: Trainer, corpus: Corpus | TokenCorpus, options: Options, speed: dict[str, float]
-) -> None:
-    """Writes the model, the metrics, the curve and the sample, and prints the results."""
-    bits = {"this model": trainer.evaluations[-1][1]} | corpus.bits_of_others()
-    out = options.out
-    trainer.model.save_pretrained(out)
-    corpus.tokenizer.save(out)
-    sample = trainer.sample(options.prompt, options.sample_bytes)
-    write_text(out / SAMPLE, sample + "\n")
-    plot_losses(out / CURVE, trainer, bits)
-    metrics = {
-        "held_out_bits_per_byte": bits,
-        "held_out_perplexity": trainer.perplexity(bits["this model"]),
-        "held_out_bytes": corpus.held_out_bytes,
-        "train_bits_per_byte": trainer.recent_loss(),
-        "steps": trainer.step,
-        **speed,
-        "device": _device_name(trainer.device),
-        "parameters": count_parameters(trainer.model),
-        "evaluations": trainer.evaluations,
-        "best_evaluation": trainer.best_evaluation(),
-        "text": corpus.name,
-        "settings": asdict(trainer.settings),
-    }
-    write_text(out / METRICS, json.dumps(metrics, indent=2) + "\n")
-    print(f"\nA continuation of {options.prompt!r}:\n\n{sample}\n")
-    print(f"Held-out text, perplexity a token: {metrics['held_out_perplexity']:.2f}")
-    print(f"Held-out text, bits a byte ({metrics['held_out_bytes']:,} bytes):")
-    for name, value in bits.items():
-        print(f"  {name:<12}{value:.3f}")
-    step, best = trainer.best_evaluation()
-    print(f"Best evaluation: {best:.3f} at step {step} of {trainer.step}")
-    print(f"Wrote {', '.join((CHECKPOINT, *RESULTS[:-1]))} and {RESULTS[-1]} to {out}")

@@ -167,6 +167,9 @@ class Options:
     log: list[str] = flag(  # noqa: RUF009
         (), "what else is told of the run", "none", type=str, nargs="+", choices=WATCHERS
     )
+    evaluate: list[str] = flag(  # noqa: RUF009
+        (), "tasks of lm-eval for the result", "none", type=str, nargs="+", metavar="TASK"
+    )
     skip_bad: bool = switch(
         False, "go on after updates whose loss is no number or a spike, which are left out"
     )

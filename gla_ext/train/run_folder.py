@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import TextIO
 
 from gla_ext.model.checkpoint import CONFIG_FILE, MODEL_FILE, read_metadata
+from gla_ext.model.custom_code import CUSTOM_CODE_FILE
 from gla_ext.model.files import remove_leftovers
 
 CHECKPOINT = "checkpoint.safetensors"
 METRICS, CURVE, SAMPLE, LOG = "metrics.json", "loss.png", "sample.txt", "log.jsonl"
 TOKENIZER = ("tokenizer_config.json", "tokenizer.json")
-RESULTS = (MODEL_FILE, CONFIG_FILE, *TOKENIZER, METRICS, CURVE, SAMPLE)
+CARD = "README.md"
+RESULTS = (MODEL_FILE, CONFIG_FILE, CUSTOM_CODE_FILE, *TOKENIZER, CARD, METRICS, CURVE, SAMPLE)
 LOCK = ".gla_ext-train.lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 

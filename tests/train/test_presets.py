@@ -34,6 +34,7 @@ OTHERS = {
     "keep": 4,
     "log_every": 4,
     "log": ["wandb"],
+    "evaluate": ["piqa", "lambada_openai"],
     "skip_bad": True,
     "tensor_parallel": 2,
     "context_parallel": 2,
