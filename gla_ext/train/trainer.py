@@ -102,13 +102,8 @@ class Trainer:
         self, corpus: Corpus | TokenCorpus
     ) -> tuple[Callable[[int], tuple[Tensor, Tensor]], Tensor | Stream]:
         """The batches, as a function of the step, and the tokens for `evaluate`."""
-        settings = self.settings
-        sizes = (
-            settings.passes * settings.batch_size,
-            settings.seq_len,
-            settings.seed,
-            settings.segments,
-        )
+        settings, windows = self.settings, self.settings.passes * self.settings.batch_size
+        sizes = (windows, settings.seq_len, settings.seed, settings.segments)
         return corpus.batches(*sizes, self.device), corpus.held_out_tokens(self.device)
 
     def make_model(self) -> GLAForCausalLM:
