@@ -65,6 +65,7 @@ def run(given: dict[str, Any], parallel: Parallel) -> int:
     status.
     """
     with parallel.joined():
+        is_first = parallel.is_first
         settings, options = parallel.from_first(lambda: _settings_and_options(given))
         check_packages((*options.log, *(("lm_eval", "transformers") if options.evaluate else ())))
         parallel.lay_out(settings, options)
@@ -78,7 +79,7 @@ def run(given: dict[str, Any], parallel: Parallel) -> int:
                 command = _command_to_go_on(given, options, parallel.launcher)
                 print(f"Stopped. To go on: {shlex.join(command)}")
                 return 128 + signals.number
-    if options.evaluate and os.environ.get("RANK", "0") == "0":
+    if options.evaluate and is_first:
         evaluate(options)
     return 0
 

@@ -30,13 +30,15 @@ class Parallel:
     methods at the same points.
 
     Attributes:
-        size: number of processes. replicas: in how many parts they cut a batch's rows.
+        size: number of processes. is_first: whether this is the first of them.
+        replicas: in how many parts they cut a batch's rows.
         launcher: command that starts them.
         autocasts: whether autocast chooses the dtype of products.
         arguments: keyword arguments of the model's call in a step.
     """
 
     size = 1
+    is_first = True
     replicas = 1
     launcher: tuple[str, ...] = (sys.executable,)
     autocasts = True

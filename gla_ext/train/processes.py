@@ -57,6 +57,10 @@ class Processes(Parallel):
         return dist.get_world_size()
 
     @property
+    def is_first(self) -> bool:
+        return dist.get_rank() == 0
+
+    @property
     def replicas(self) -> int:
         return self.mesh["dp"].size()
 
