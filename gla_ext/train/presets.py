@@ -239,7 +239,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "gla-1.3b": _PAPER
     | {"hidden_size": 2048, "batch_size": 8, "tokens_per_update": 1 << 21, "steps": 47_684}
     | {"warmup_tokens": 1_000_000_000},
-    # For a CPU: 4 M tokens, in some minutes.
+    # For a CPU: 4 M tokens.
     "gla-tiny": _PAPER
     | {"layers": 4, "hidden_size": 128, "heads": 2, "seq_len": 256, "batch_size": 8}
     | {"tokens_per_update": 1 << 12, "steps": 1000, "warmup": 50, "lr": 3e-3, "min_lr": 3e-4}
