@@ -74,5 +74,6 @@ def settings_of(run: Run, device: torch.device) -> Settings:
         hidden_size=run.width,
         schedule="cosine",
         warmup=run.steps // 10,
+        spike=0,
         **{name: getattr(run, name) for name in same},
     )

@@ -1,19 +1,20 @@
 """`python -m gla_ext.train`: trains a byte-level GLA language model on text, from one command.
 
 Writes to the folder --out: checkpoint.safetensors (all that --resume needs), and at the end
-model.safetensors and config.json (the model), metrics.json, loss.png and sample.txt.
+model.safetensors and config.json (the model), its tokenizer, model card and custom code for
+transformers, metrics.json, loss.png and sample.txt. log.jsonl grows while it goes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import shlex
 import sys
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,21 +22,15 @@ import torch
 from gla_ext.devices import check_device, default_device, in_fixed_order
 from gla_ext.model import count_parameters
 from gla_ext.model.checkpoint import read_metadata
-from gla_ext.model.files import write_text
+from gla_ext.model.config import GLAConfig
 from gla_ext.train.data import Corpus
+from gla_ext.train.flags import flag_of
+from gla_ext.train.initial import config_for, initial_config, initial_tensors, with_sizes
 from gla_ext.train.loop import Interrupted, StopSignals, train
+from gla_ext.train.output.result import device_name, evaluate, write_result
 from gla_ext.train.parallel import Parallel
-from gla_ext.train.plot import plot_losses
-from gla_ext.train.presets import Options, Settings, command_line, describe, preset
-from gla_ext.train.run_folder import (
-    CHECKPOINT,
-    CURVE,
-    METRICS,
-    RESULTS,
-    SAMPLE,
-    check_nothing_is_lost,
-    held,
-)
+from gla_ext.train.presets import RECIPES, Options, Settings, command_line, describe, preset
+from gla_ext.train.run_folder import CHECKPOINT, check_nothing_is_lost, held, keep_earlier
 from gla_ext.train.tokens.corpus import TokenCorpus, absolute, open_corpus
 from gla_ext.train.trainer import CheckpointMismatch, Trainer, checkpoint_settings
 
@@ -70,7 +65,9 @@ def run(given: dict[str, Any], parallel: Parallel) -> int:
     status.
     """
     with parallel.joined():
+        is_first = parallel.is_first
         settings, options = parallel.from_first(lambda: _settings_and_options(given))
+        check_packages((*options.log, *(("lm_eval", "transformers") if options.evaluate else ())))
         parallel.lay_out(settings, options)
         with StopSignals(parallel) as signals:
             try:
@@ -82,6 +79,8 @@ def run(given: dict[str, Any], parallel: Parallel) -> int:
                 command = _command_to_go_on(given, options, parallel.launcher)
                 print(f"Stopped. To go on: {shlex.join(command)}")
                 return 128 + signals.number
+    if options.evaluate and is_first:
+        evaluate(options)
     return 0
 
 
@@ -89,6 +88,8 @@ def _take(stack: contextlib.ExitStack, options: Options, parallel: Parallel) -> 
     """Locks the run's folder until the stack is closed."""
     stack.enter_context(held(options.out))
     check_nothing_is_lost(options.out, options.resume, options.overwrite)
+    if not _resumes(options):
+        keep_earlier(options.out, 0)
     parallel.tidy(options.out / CHECKPOINT, _resumes(options))
 
 
@@ -103,7 +104,7 @@ def _command_to_go_on(
     command = [*launcher, "-m", "gla_ext.train", "--out", str(options.out), "--resume"]
     if "device" in given:
         command += ["--device", given["device"]]
-    for name in ("compile", "cuda_graph"):
+    for name in ("compile", "cuda_graph", "skip_bad"):
         if name in given:
             flag = name.replace("_", "-")
             command.append(f"--{flag}" if given[name] else f"--no-{flag}")
@@ -126,11 +127,15 @@ def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
     device = default_device() if device == "auto" else device
     check_device(device)
     defaults, names = preset(device), {field.name for field in fields(Options)}
+    given = RECIPES.get(given.get("preset"), {}) | given
+    given.pop("preset", None)
     options = {name: value for name, value in given.items() if name in names}
     options = replace(defaults.options, **(options | {"device": device}))
     given = {name: value for name, value in given.items() if name not in names}
     if "data" in given:
         given["data"] = absolute(given["data"])
+    if "init_from" in given:
+        given["init_from"] = os.path.realpath(given["init_from"])
     path = options.out / CHECKPOINT
     if options.resume and path.exists():
         settings = checkpoint_settings(read_metadata(path), path)
@@ -139,13 +144,27 @@ def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
         for name, value in given.items():
             saved = getattr(settings, name)
             if value != saved:
-                flag = "--" + name.replace("_", "-")
+                flag = flag_of(name)
                 raise CheckpointMismatch(
                     f"expected {flag} to be {saved} as in {path}, got {value}; leave {flag} out "
                     "to go on, or --resume out to start again"
                 )
         return settings, options
+    if "init_from" in given:
+        given = with_sizes(Path(given["init_from"]), given)
     return replace(defaults.settings, **given), options
+
+
+def _config(
+    settings: Settings, corpus: Corpus | TokenCorpus, checkpoint: Path | None
+) -> GLAConfig | None:
+    """The configuration of a run that starts from another model, or goes on from a checkpoint."""
+    if settings.init_from is None:
+        return None
+    if checkpoint is not None:
+        return GLAConfig.from_dict(read_metadata(checkpoint)["config"])
+    folder = Path(settings.init_from)
+    return config_for(initial_config(folder), folder, corpus)
 
 
 def _run(
@@ -158,12 +177,17 @@ def _run(
     """Trains, evaluates and writes everything; raises Interrupted when a signal came."""
     start = time.perf_counter()
     device = torch.device(options.device)
-    trainer = Trainer(settings, corpus, device, options.compile, options.cuda_graph, parallel)
     checkpoint = options.out / CHECKPOINT
-    if parallel.from_first(lambda: _resumes(options)):
+    resumes = parallel.from_first(lambda: _resumes(options))
+    config = _config(settings, corpus, checkpoint if resumes else None)
+    how = (options.compile, options.cuda_graph, parallel, config)
+    trainer = Trainer(settings, corpus, device, *how)
+    if resumes:
         trainer.load(checkpoint)
     elif options.resume:
         print(f"No checkpoint in {options.out} yet: starting at step 0")
+    if settings.init_from and not resumes:
+        trainer.start_from(initial_tensors(Path(settings.init_from)))
     saved = checkpoint_settings(read_metadata(checkpoint), checkpoint) if trainer.step else None
     if saved != settings:
         trainer.save(checkpoint)  # from here on --resume knows the run's settings
@@ -173,12 +197,8 @@ def _run(
     unordered = options.compile or parallel.size > 1
     with contextlib.nullcontext() if unordered else in_fixed_order(device):
         speed = train(trainer, options, signals)
-    if not trainer.evaluations or trainer.evaluations[-1][0] != trainer.step:
-        print("Evaluating on the held-out text ...", flush=True)
-        trainer.evaluate(signals.stopped)
-        signals.check()
     whole = trainer.consolidated()
-    parallel.from_first(lambda: _finish(whole, corpus, options, speed))
+    parallel.from_first(lambda: write_result(whole, corpus, options, speed))
     rate = f", {speed['tokens_per_second']:,} tokens/s" if speed["tokens_per_second"] else ""
     print(f"{time.perf_counter() - start:.0f} s in all{rate}")
 
@@ -188,7 +208,7 @@ def _print_start(trainer: Trainer, corpus: Corpus | TokenCorpus, options: Option
     settings = trainer.settings
     print(
         f"Model: {count_parameters(trainer.model):,} parameters, {settings.layers} layers of width "
-        f"{settings.hidden_size}, on {_device_name(trainer.device)} in {settings.dtype}"
+        f"{settings.hidden_size}, on {device_name(trainer.device)} in {settings.dtype}"
     )
     print(describe(settings, options))
     if options.compile and trainer.step < settings.steps:
@@ -197,41 +217,3 @@ def _print_start(trainer: Trainer, corpus: Corpus | TokenCorpus, options: Option
         print(f"Going on from step {trainer.step} of {settings.steps}")
     if trainer.parallel.size > 1:
         print(f"Processes: {trainer.parallel}")
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-def _finish(
-    trainer: Trainer, corpus: Corpus | TokenCorpus, options: Options, speed: dict[str, float]
-) -> None:
-    """Writes the model, the metrics, the curve and the sample, and prints the results."""
-    bits = {"this model": trainer.evaluations[-1][1]} | corpus.bits_of_others()
-    out = options.out
-    trainer.model.save_pretrained(out)
-    corpus.tokenizer.save(out)
-    sample = trainer.sample(options.prompt, options.sample_bytes)
-    write_text(out / SAMPLE, sample + "\n")
-    plot_losses(out / CURVE, trainer, bits)
-    metrics = {
-        "held_out_bits_per_byte": bits,
-        "held_out_bytes": corpus.held_out_bytes,
-        "train_bits_per_byte": trainer.recent_loss(),
-        "steps": trainer.step,
-        **speed,
-        "device": _device_name(trainer.device),
-        "parameters": count_parameters(trainer.model),
-        "evaluations": trainer.evaluations,
-        "best_evaluation": trainer.best_evaluation(),
-        "text": corpus.name,
-        "settings": asdict(trainer.settings),
-    }
-    write_text(out / METRICS, json.dumps(metrics, indent=2) + "\n")
-    print(f"\nA continuation of {options.prompt!r}:\n\n{sample}\n")
-    print(f"Held-out text, bits a byte ({metrics['held_out_bytes']:,} bytes):")
-    for name, value in bits.items():
-        print(f"  {name:<12}{value:.3f}")
-    step, best = trainer.best_evaluation()
-    print(f"Best evaluation: {best:.3f} at step {step} of {trainer.step}")
-    print(f"Wrote {', '.join((CHECKPOINT, *RESULTS[:-1]))} and {RESULTS[-1]} to {out}")

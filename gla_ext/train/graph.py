@@ -34,10 +34,10 @@ class GraphedUpdate:
     initialize libraries, and create the optimizer's state.
 
     Args:
-        update: `update(*batch)` queues a whole update and returns its loss. All other tensors that
-            it reads and writes (weights, the optimizer's state, a learning rate in a tensor) must
-            keep their addresses; gradients must be None when it begins. A change of modules or
-            attributes only takes effect after `reset`.
+        update: `update(*batch)` queues a whole update and returns its result, a tensor. All other
+            tensors that it reads and writes (weights, the optimizer's state, a learning rate in a
+            tensor) must keep their addresses; gradients must be None when it begins. A change of
+            modules or attributes only takes effect after `reset`.
         device: a CUDA device.
     """
 
@@ -50,7 +50,7 @@ class GraphedUpdate:
         """Drops the graph; needed if the optimizer's state has been replaced."""
         self._graph: _capture.Graph | None = None
         self._batch: tuple[Tensor, ...] = ()
-        self._loss = torch.empty(())
+        self._result = torch.empty(())
         self._warmups = _capture.WARMUPS
 
     @property
@@ -62,7 +62,7 @@ class GraphedUpdate:
         """Queues an update on a batch of tensors, of the same shapes in every call.
 
         Returns:
-            The loss, a scalar tensor that the next call overwrites.
+            The result, which the next call overwrites.
 
         Raises:
             ValueError: for a batch of other shapes than the first one's.
@@ -73,7 +73,7 @@ class GraphedUpdate:
             self._first_calls()
         if self._graph is not None:
             self._graph.replay()
-        return self._loss
+        return self._result
 
     def _take(self, batch: tuple[Tensor, ...]) -> None:
         """Copies a batch into the tensors that the graph reads."""
@@ -91,7 +91,7 @@ class GraphedUpdate:
         """Runs an update without a graph, or records one, which does not yet run it."""
 
         def update() -> None:
-            self._loss = self._update(*self._batch)
+            self._result = self._update(*self._batch)
 
         with _capture.apart(self._device, self._stream) as self._stream:
             if self._warmups > 0:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 import time
 from types import FrameType
 
+from gla_ext.train.output.log import Log
+from gla_ext.train.output.saving import Saver
 from gla_ext.train.parallel import ONE_PROCESS, Parallel
 from gla_ext.train.presets import Options
-from gla_ext.train.run_folder import CHECKPOINT
 from gla_ext.train.trainer import Trainer
+
+MOST_SKIPPED = 20  # bad updates in a row
 
 
 class Interrupted(Exception):
@@ -55,53 +57,68 @@ class StopSignals:
 
 
 def train(trainer: Trainer, options: Options, signals: StopSignals) -> dict[str, float]:
-    """Trains to the last step and saves checkpoints; returns the times for `metrics.json`.
-
-    The speed counts only steps, without evaluations, checkpoints and the first step, which
-    compiles.
+    """Trains to the last step, saves checkpoints and evaluates; returns the times for
+    `metrics.json`.
     """
-    from tqdm import tqdm
-
-    steps, first = trainer.settings.steps, trainer.step
-    eval_every = trainer.settings.eval_every or max(250, steps // 4)
-    checkpoint = options.out / CHECKPOINT
-    batch_bytes = trainer.settings.batch_size * trainer.settings.seq_len
-    pauses = (10, eval_every, options.save_every, steps)
-    interval = 0.5 if sys.stderr.isatty() else 10.0
-    first_seconds, seconds, rate, saved = 0.0, 0.0, 0.0, trainer.step
-    with tqdm(total=steps, initial=first, desc="train", unit="step", mininterval=interval) as bar:
-        while trainer.step < steps:
-            due = trainer.step > 0 and trainer.step % eval_every == 0
-            if due and trainer.step not in dict(trainer.evaluations):
-                trainer.evaluate(signals.stopped)
+    checked = trainer.step
+    with Log(trainer, options) as log, Saver(trainer, options) as saver:
+        while trainer.step < trainer.settings.steps:
+            if trainer.step > 0 and trainer.step % trainer.eval_every == 0:
+                _evaluate(trainer, log, signals)
             if not signals.stopped():
                 start = time.perf_counter()
                 trainer.update()
-                done = trainer.step - first
-                reads = done == 1 or not all(trainer.step % n for n in pauses)
-                loss = _finite_loss(trainer) if reads else 0.0  # reading it waits for a GPU
-                if done == 1:
-                    first_seconds = time.perf_counter() - start
-                else:
-                    seconds += time.perf_counter() - start
-                    rate = batch_bytes * (done - 1) / seconds
-                if reads:
-                    speed = f", {rate:,.0f} tokens/s" if rate else ""
-                    bar.set_postfix_str(f"{loss:.3f} bits/byte{speed}", refresh=False)
-                bar.update()
-            due = trainer.step % options.save_every == 0 or trainer.step == steps
-            if (due or signals.stopped()) and trainer.step > saved:
-                trainer.save(checkpoint)
-                saved = trainer.step
+                log.update(start)
+            if log.reads and checked < trainer.step:
+                _check(trainer, checked, options, saver)
+                checked = trainer.step
+            if saver.is_due() or signals.stopped():
+                saver.save()
             signals.check()
-    return {"tokens_per_second": round(rate), "first_step_seconds": round(first_seconds, 1)}
+    if trainer.step not in dict(trainer.evaluations):
+        print("Evaluating on the held-out text ...", flush=True)
+    _evaluate(trainer, log, signals)
+    signals.check()
+    return log.speed()
 
 
-def _finite_loss(trainer: Trainer) -> float:
-    """The mean of the last losses in bits per byte; raises ValueError if it is not finite."""
-    loss = trainer.recent_loss()
-    if not math.isfinite(loss):
-        raise ValueError(
-            f"expected a finite loss, got {loss} before step {trainer.step}; a lower --lr may help"
-        )
-    return loss
+def _evaluate(trainer: Trainer, log: Log, signals: StopSignals) -> None:
+    """An evaluation, unless there is one of this step."""
+    if trainer.step not in dict(trainer.evaluations):
+        trainer.evaluate(signals.stopped)
+        if trainer.evaluations and trainer.evaluations[-1][0] == trainer.step:
+            log.evaluation()
+
+
+def _check(trainer: Trainer, since: int, options: Options, saver: Saver) -> None:
+    """Stops the run after a checkpoint if updates since a step were bad, or says that they were
+    skipped.
+
+    Raises:
+        ValueError: with --skip-bad only if the weights are no numbers, or all of the last
+            MOST_SKIPPED updates were bad.
+    """
+    from tqdm import tqdm
+
+    bad = [since + i for i in trainer.bad[since : trainer.step].nonzero().flatten().tolist()]
+    if not bad:
+        return
+    step = bad[0]
+    loss, norm = trainer.losses[step].item(), trainer.norms[step].item()
+    what = f"a loss of {loss:.3f} and a gradient norm of {norm:.3g} in update {step + 1}"
+    whole = trainer.has_finite_weights()
+    last = trainer.bad[max(0, trainer.step - MOST_SKIPPED) : trainer.step]
+    if whole and options.skip_bad and not (last.all() and len(last) == MOST_SKIPPED):
+        for step in bad:
+            loss = f"{trainer.losses[step].item():.3f}"
+            tqdm.write(f"Skipped update {step + 1}, whose loss is {loss}", file=sys.stderr)
+        return
+    if whole:
+        saver.save()
+        ends = f"which was left out; --resume goes on behind step {trainer.step}, with --skip-bad "
+        ends += "also past others"
+    else:
+        ends = "and weights that are no numbers; --resume goes on from the last checkpoint"
+    raise ValueError(
+        f"expected finite losses without spikes, got {what}, {ends}; a lower --lr may help"
+    )

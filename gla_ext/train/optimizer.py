@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 
 def optimizer_of(
-    model: nn.Module, lr: float, weight_decay: float, graph_on: torch.device | None = None
+    model: nn.Module,
+    lr: float,
+    weight_decay: float,
+    graph_on: torch.device | None = None,
+    betas: Sequence[float] = (0.9, 0.95),
 ) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices, none on norms and biases.
 
@@ -23,7 +29,7 @@ def optimizer_of(
     if graph_on is not None:
         rate = torch.tensor(lr, dtype=torch.float32, device=graph_on)
     optimizer = torch.optim.AdamW(
-        groups, lr=rate, betas=(0.9, 0.95), fused=True, capturable=graph_on is not None
+        groups, lr=rate, betas=tuple(betas), fused=True, capturable=graph_on is not None
     )
     optimizer.register_step_post_hook(_count_writes)
     return optimizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gla_ext.model.checkpoint import load_tensors, model_tensors, write_tensors
+from gla_ext.train.flags import flag_of
 from gla_ext.train.presets import Options, Settings
 
 Batches = Callable[..., tuple[Tensor, Tensor]]
@@ -28,13 +30,15 @@ class Parallel:
     methods at the same points.
 
     Attributes:
-        size: number of processes. replicas: in how many parts they cut a batch's rows.
+        size: number of processes. is_first: whether this is the first of them.
+        replicas: in how many parts they cut a batch's rows.
         launcher: command that starts them.
         autocasts: whether autocast chooses the dtype of products.
         arguments: keyword arguments of the model's call in a step.
     """
 
     size = 1
+    is_first = True
     replicas = 1
     launcher: tuple[str, ...] = (sys.executable,)
     autocasts = True
@@ -50,7 +54,7 @@ class Parallel:
         """Chooses each process's part of a run; raises ValueError for sizes that do not fit."""
         for name in ("tensor_parallel", "context_parallel"):
             if getattr(options, name) > 1:
-                flag = "--" + name.replace("_", "-")
+                flag = flag_of(name)
                 raise ValueError(
                     f"expected {flag} to be 1 in one process, got {getattr(options, name)}; "
                     "torchrun --nproc-per-node N -m gla_ext.train starts more"
@@ -68,6 +72,10 @@ class Parallel:
 
     def mean(self, x: Tensor) -> Tensor:
         """The mean of the processes' tensors."""
+        return x
+
+    def whole(self, x: Tensor) -> Tensor:
+        """A number that the processes have together."""
         return x
 
     def tidy(self, checkpoint: Path, resumes: bool) -> None:
@@ -95,10 +103,12 @@ class Parallel:
         """The whole model, on the first process."""
         return model
 
-    def write(
-        self, path: Path, model: nn.Module, optimizer: Optimizer, tensors: Tensors, metadata: Tags
-    ) -> None:
-        """Writes a checkpoint, atomically: model, optimizer, random generators and tensors."""
+    def snapshot(
+        self, model: nn.Module, optimizer: Optimizer, tensors: Tensors, metadata: Tags
+    ) -> Callable[[Path], None]:
+        """Copies what makes a checkpoint to the host: model, optimizer, random generators and
+        tensors; returns a function that writes it, atomically, to a path.
+        """
         tensors = {f"model.{name}": x for name, x in model_tensors(model).items()} | tensors
         for name, parameter in model.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -107,7 +117,8 @@ class Parallel:
         device = next(model.parameters()).device
         if device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
-        write_tensors(path, tensors, metadata)
+        copies = {name: x.detach().to("cpu", copy=True) for name, x in tensors.items()}
+        return partial(write_tensors, tensors=copies, metadata=metadata)
 
     def restore(
         self, model: nn.Module, optimizer: Optimizer, tensors: Tensors, folder: Path | None
@@ -115,7 +126,7 @@ class Parallel:
         """Puts a checkpoint into model and optimizer.
 
         Args:
-            model, optimizer: the arguments of `write`.
+            model, optimizer: the arguments of `snapshot`.
             tensors: the tensors of the file.
             folder: torch's distributed checkpoint next to the file, if several processes wrote it.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +12,12 @@ import torch
 
 from gla_ext.model.config import GLAConfig
 from gla_ext.train.data import DOCUMENT_START, MAX_BYTES, VOCAB_SIZE
+from gla_ext.train.flags import FlagParser, check_at_least, flag, flag_of, switch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SCHEDULES = ("linear", "cosine")
+SCHEDULES = ("linear", "cosine", "warmup-stable-decay")
+WATCHERS = ("tensorboard", "wandb")
 _OUT = Path("runs/gla-bytes")
-
-
-def check_at_least(options: Any, **minima: float) -> None:
-    """Raises ValueError for an option below its minimum, or NaN."""
-    for name, minimum in minima.items():
-        value = getattr(options, name)
-        if not value >= minimum:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"expected {flag} to be at least {minimum}, got {value}")
-
-
-def _flag(default: Any, text: str, shown: str | None = None, **kwargs: Any) -> Any:
-    """A dataclass field with its flag. `text`: the words of --help. `shown`: the default in words,
-    if no preset's value can be shown (`{name}` is a GPU's value of that name). The rest is for
-    argparse.
-    """
-    return field(default=default, metadata={"text": text, "shown": shown, "kwargs": kwargs})
-
-
-def _switch(default: bool, text: str, shown: str = "no", action: Any = None) -> Any:
-    """A `_flag` with the two forms --NAME and --no-NAME."""
-    return _flag(default, text, shown, action=action or argparse.BooleanOptionalAction)
 
 
 @dataclass
@@ -46,11 +26,11 @@ class Settings:
     text.
 
     With segments, each starts from the states of the one before, without a gradient (truncated
-    backpropagation): see `gla_ext.train.segments`. The learning rate rises linearly over `warmup`
-    steps and falls to 0.
+    backpropagation): see `gla_ext.train.segments`. The learning rate rises linearly from `min_lr`
+    over `warmup` steps, and falls to `min_lr`.
     """
 
-    data: list[str] | None = _flag(  # noqa: RUF009
+    data: list[str] | None = flag(  # noqa: RUF009
         None,
         f"text file, or folder of text files, up to {MAX_BYTES >> 20} MiB; or folders that python "
         "-m gla_ext.train.prepare wrote, each as FOLDER or FOLDER:WEIGHT",
@@ -58,32 +38,67 @@ class Settings:
         type=str,
         nargs="+",
     )
-    dtype: str = _flag("float32", "of the products, bfloat16 by autocast", choices=list(DTYPES))
-    steps: int = _flag(2000, "optimizer steps in all")
-    batch_size: int = _flag(8, "windows a step, of all processes")
-    seq_len: int = _flag(128, "tokens a window")
-    hidden_size: int = _flag(128, "model width")
-    layers: int = _flag(3, "number of blocks")
-    heads: int = _flag(2, "heads a layer")
-    use_short_conv: bool = _switch(False, "short convolutions on q, k and v")
-    segments: int = _flag(
+    init_from: str | None = flag(
+        None,
+        "folder of the model to start from, of ours or FLA's, or of another run",
+        "initial weights from the seed",
+        type=str,
+    )
+    dtype: str = flag("float32", "of the products, bfloat16 by autocast", choices=list(DTYPES))
+    steps: int = flag(2000, "optimizer steps in all")
+    batch_size: int = flag(8, "windows that pass at once, in all processes together")
+    tokens_per_update: int = flag(
+        0, "tokens a step, in several passes whose gradients are summed", "those of one pass"
+    )
+    seq_len: int = flag(128, "tokens a window")
+    hidden_size: int = flag(128, "model width")
+    layers: int = flag(3, "number of blocks")
+    heads: int = flag(2, "heads a layer")
+    use_short_conv: bool = switch(False, "short convolutions on q, k and v")
+    segments: int = flag(
         1, "steps a window: each goes on from the state that the one before ended with"
     )
-    packed: bool = _switch(False, "each document starts from no state")
-    lr: float = _flag(3e-3, "peak learning rate")
-    schedule: str = _flag("linear", "how the learning rate falls", choices=SCHEDULES)
-    warmup: int = _flag(100, "steps of linear warm-up")
-    weight_decay: float = _flag(0.1, "weight decay of the matrices")
-    grad_clip: float = _flag(1.0, "largest gradient norm, 0 for any")
-    eval_every: int = _flag(
+    packed: bool = switch(False, "each document starts from no state")
+    lr: float = flag(3e-3, "peak learning rate")
+    min_lr: float = flag(0.0, "learning rate that warm-up begins with and the schedule ends with")
+    schedule: str = flag("linear", "how the learning rate falls", choices=SCHEDULES)
+    warmup: int = flag(100, "steps of linear warm-up")
+    warmup_tokens: int = flag(0, "tokens of linear warm-up, in place of --warmup", "none")
+    decay: int = flag(
+        0, "steps at the end over which warmup-stable-decay falls", "a tenth of the steps"
+    )
+    weight_decay: float = flag(0.1, "weight decay of the matrices")
+    betas: list[float] = flag(  # noqa: RUF009
+        (0.9, 0.95), "AdamW's two betas", "0.9 0.95", type=float, nargs=2
+    )
+    grad_clip: float = flag(1.0, "largest gradient norm, 0 for any")
+    eval_every: int = flag(
         0, "steps between evaluations", "a quarter of the steps, 250 at least; GPU: {eval_every}"
     )
-    seed: int = _flag(0, "seed of weights, batches and sample")
+    spike: float = flag(
+        3.0, "nats above the mean of the last 100 losses that make an update bad, 0 for any"
+    )
+    seed: int = flag(0, "seed of weights, batches and sample")
 
     def __post_init__(self) -> None:
         check_at_least(self, steps=0, batch_size=1, seq_len=1, hidden_size=1, layers=1, heads=1)
-        check_at_least(self, segments=1)
-        check_at_least(self, lr=0, warmup=0, weight_decay=0, grad_clip=0, eval_every=0)
+        check_at_least(self, segments=1, tokens_per_update=0, warmup=0, warmup_tokens=0, decay=0)
+        check_at_least(self, lr=0, min_lr=0, weight_decay=0, grad_clip=0, eval_every=0, spike=0)
+        self.betas = list(self.betas)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"expected --betas to be from 0 to below 1, got {self.betas}")
+        if self.min_lr > self.lr:
+            raise ValueError(f"expected --min-lr to be at most --lr {self.lr}, got {self.min_lr}")
+        at_once = self.batch_size * self.seq_len
+        if self.tokens_per_update % at_once:
+            raise ValueError(
+                "expected --tokens-per-update to be a multiple of --batch-size times --seq-len, "
+                f"{at_once}, got {self.tokens_per_update}"
+            )
+        if self.segments > 1 and self.passes > 1:
+            raise ValueError(
+                f"expected --segments 1 with several passes an update, got {self.segments}"
+            )
         if not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"expected --seed to have at most 64 bits, got {self.seed}")
 
@@ -102,41 +117,68 @@ class Settings:
             eos_token_id=document_start,
         )
 
+    @property
+    def passes(self) -> int:
+        """Batches of `batch_size` windows whose gradients make one update."""
+        return max(1, self.tokens_per_update // (self.batch_size * self.seq_len))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an update."""
+        return self.passes * self.batch_size * self.seq_len
+
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
-        warmup = min(self.warmup, self.steps // 2)
+        warmup = -(-self.warmup_tokens // self.tokens) or self.warmup
+        warmup, span = min(warmup, self.steps // 2), self.lr - self.min_lr
         if step < warmup:
-            return self.lr * (step + 1) / warmup
+            return self.min_lr + span * (step + 1) / warmup
         if self.schedule == "cosine":
             done = (step - warmup) / (self.steps - warmup)
-            return self.lr * (1 + math.cos(math.pi * done)) / 2
-        return self.lr * (self.steps - step) / (self.steps - warmup)
+            return self.min_lr + span * (1 + math.cos(math.pi * done)) / 2
+        falls = self.steps - warmup
+        if self.schedule == "warmup-stable-decay":
+            falls = min(falls, self.decay or -(-self.steps // 10))
+        return self.min_lr + span * min(falls, self.steps - step) / falls
 
 
 @dataclass
 class Options:
     """The options that a resumed run may change. On one device only `compile` and `cuda_graph`
-    alter numbers, by rounding.
+    alter numbers, by rounding, and `skip_bad` where a run would stop.
     """
 
-    out: Path = _flag(_OUT, "folder for what the run writes, and for no other run meanwhile")  # noqa: RUF009
-    resume: bool = _switch(
+    out: Path = flag(_OUT, "folder for what the run writes, and for no other run meanwhile")  # noqa: RUF009
+    resume: bool = switch(
         False,
         "go on from the checkpoint in --out, with more --steps also after the last",
         action="store_true",
     )
-    overwrite: bool = _switch(False, "write over an earlier run in --out", action="store_true")
-    device: str = _flag("auto", "auto takes a GPU if gla_ext has CUDA operators")
-    compile: bool = _switch(False, "use torch.compile", "no; GPU: yes")
-    cuda_graph: bool = _switch(False, "make each step one CUDA graph, on a GPU")
-    prompt: str = _flag("def ", "text that the sample continues", "'def '")
-    sample_bytes: int = _flag(400, "longest sample, tokens")
-    save_every: int = _flag(200, "steps between checkpoints")
-    tensor_parallel: int = _flag(1, "processes that share each layer's heads and channels")
-    context_parallel: int = _flag(1, "processes that share each window's tokens")
+    overwrite: bool = switch(False, "write over an earlier run in --out", action="store_true")
+    device: str = flag("auto", "auto takes a GPU if gla_ext has CUDA operators")
+    compile: bool = switch(False, "use torch.compile", "no; GPU: yes")
+    cuda_graph: bool = switch(False, "make each step one CUDA graph, on a GPU")
+    prompt: str = flag("def ", "text that the sample continues", "'def '")
+    sample_bytes: int = flag(400, "longest sample, tokens")
+    save_every: int = flag(200, "steps between checkpoints")
+    save_minutes: float = flag(0.0, "minutes after which there is one all the same, 0 for none")
+    keep: int = flag(1, "checkpoints to keep, the last ones")
+    log_every: int = flag(10, "steps between lines of log.jsonl")
+    log: list[str] = flag(  # noqa: RUF009
+        (), "what else is told of the run", "none", type=str, nargs="+", choices=WATCHERS
+    )
+    evaluate: list[str] = flag(  # noqa: RUF009
+        (), "tasks of lm-eval for the result", "none", type=str, nargs="+", metavar="TASK"
+    )
+    skip_bad: bool = switch(
+        False, "go on after updates whose loss is no number or a spike, which are left out"
+    )
+    tensor_parallel: int = flag(1, "processes that share each layer's heads and channels")
+    context_parallel: int = flag(1, "processes that share each window's tokens")
 
     def __post_init__(self) -> None:
-        check_at_least(self, sample_bytes=0, save_every=1, tensor_parallel=1, context_parallel=1)
+        check_at_least(self, sample_bytes=0, save_every=1, save_minutes=0, keep=1, log_every=1)
+        check_at_least(self, tensor_parallel=1, context_parallel=1)
         if self.resume and self.overwrite:
             raise ValueError("expected --resume or --overwrite, got both")
 
@@ -174,6 +216,37 @@ PRESETS = {
 }
 
 
+# Of the GLA paper (arXiv 2312.06635), section 5: rates from and to 3e-5, in bf16 on GPUs.
+_PAPER = {
+    "layers": 24,
+    "heads": 4,
+    "seq_len": 2048,
+    "lr": 3e-4,
+    "min_lr": 3e-5,
+    "schedule": "cosine",
+    "weight_decay": 0.01,
+    "grad_clip": 1.0,
+    "eval_every": 1000,
+    "save_every": 500,
+}
+# The values of --preset, which flags override.
+RECIPES: dict[str, dict[str, Any]] = {
+    # 15 B tokens.
+    "gla-340m": _PAPER
+    | {"hidden_size": 1024, "batch_size": 16, "tokens_per_update": 1 << 19, "steps": 28_610}
+    | {"warmup_tokens": 500_000_000},
+    # 100 B tokens.
+    "gla-1.3b": _PAPER
+    | {"hidden_size": 2048, "batch_size": 8, "tokens_per_update": 1 << 21, "steps": 47_684}
+    | {"warmup_tokens": 1_000_000_000},
+    # For a CPU: 4 M tokens.
+    "gla-tiny": _PAPER
+    | {"layers": 4, "hidden_size": 128, "heads": 2, "seq_len": 256, "batch_size": 8}
+    | {"tokens_per_update": 1 << 12, "steps": 1000, "warmup": 50, "lr": 3e-3, "min_lr": 3e-4}
+    | {"eval_every": 250, "save_every": 100},
+}
+
+
 def preset(device: str) -> Preset:
     """The preset for a torch device such as 'cpu' or 'cuda:1'."""
     return PRESETS[torch.device(device).type]
@@ -194,12 +267,14 @@ def describe(settings: Settings, options: Options) -> str:
 
 def command_line() -> argparse.ArgumentParser:
     """The command line. Options that are not given are absent, so that presets can supply them."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="python -m gla_ext.train",
         description="trains a byte-level GLA language model on text, from one command.",
         argument_default=argparse.SUPPRESS,
     )
     cpu, cuda = ({**vars(p.settings), **vars(p.options)} for p in PRESETS.values())
+    told = "the GLA paper's sizes, batches and rates, or tiny ones for a CPU; flags override them"
+    parser.add_argument("--preset", choices=list(RECIPES), help=f"{told} (default: the device's)")
     for option in (*fields(Settings), *fields(Options)):
         name, told = option.name, option.metadata
         default = cpu[name] if cpu[name] == cuda[name] else f"{cpu[name]}; GPU: {cuda[name]}"
@@ -207,14 +282,14 @@ def command_line() -> argparse.ArgumentParser:
         if told["shown"] is not None:
             default = told["shown"].format(**cuda)
         text = f"{told['text']} (default: {default})"
-        parser.add_argument("--" + name.replace("_", "-"), **{**kind, **told["kwargs"]}, help=text)
+        parser.add_argument(flag_of(name), **{**kind, **told["kwargs"]}, help=text)
     return parser
 
 
 def _values(settings: Settings, options: Options) -> dict[str, Any]:
     """The values that presets determine, under the names of the flags."""
     values = asdict(settings)
-    del values["data"]
+    del values["data"], values["init_from"]
     values |= {name: getattr(options, name) for name in ("compile", "cuda_graph", "save_every")}
     words = {False: "no", True: "yes"}
     return {

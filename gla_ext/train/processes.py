@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ class Processes(Parallel):
     @property
     def size(self) -> int:
         return dist.get_world_size()
+
+    @property
+    def is_first(self) -> bool:
+        return dist.get_rank() == 0
 
     @property
     def replicas(self) -> int:
@@ -120,6 +125,9 @@ class Processes(Parallel):
         dist.all_reduce(total)
         return total / self.size
 
+    def whole(self, x: Tensor) -> Tensor:
+        return x.full_tensor()
+
     def tidy(self, checkpoint: Path, resumes: bool) -> None:
         named = read_metadata(checkpoint).get("sharded") if resumes else None
         remove_folders(checkpoint.parent, but=named)
@@ -171,9 +179,14 @@ class Processes(Parallel):
         whole.load_state_dict(tensors, strict=not model.config.tie_word_embeddings)
         return whole
 
-    def write(
-        self, path: Path, model: nn.Module, optimizer: Optimizer, tensors: Tensors, metadata: Tags
-    ) -> None:
+    def snapshot(
+        self, model: nn.Module, optimizer: Optimizer, tensors: Tensors, metadata: Tags
+    ) -> Callable[[Path], None]:
+        """No copy: what it returns is to be called on all ranks before the next update."""
+        shards = sharded_tensors(model, optimizer)
+        return partial(self._write, shards=shards, tensors=tensors, metadata=metadata)
+
+    def _write(self, path: Path, shards: Tensors, tensors: Tensors, metadata: Tags) -> None:
         """Writes torch's distributed checkpoint into a folder next to `path`. Then writes `path`,
         which names the folder: at any moment `path` is the old checkpoint or the new one.
         """
@@ -187,7 +200,7 @@ class Processes(Parallel):
         if first and folder.exists():
             shutil.rmtree(folder)
         dist.barrier()
-        dcp.save(sharded_tensors(model, optimizer), checkpoint_id=folder)
+        dcp.save(shards, checkpoint_id=folder)
         if first:
             write_tensors(path, tensors, metadata | {"sharded": folder.name})
             remove_folders(path.parent, but=folder.name)

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import TextIO
 
 from gla_ext.model.checkpoint import CONFIG_FILE, MODEL_FILE, read_metadata
+from gla_ext.model.custom_code import CUSTOM_CODE_FILE
 from gla_ext.model.files import remove_leftovers
 
 CHECKPOINT = "checkpoint.safetensors"
-METRICS, CURVE, SAMPLE = "metrics.json", "loss.png", "sample.txt"
+METRICS, CURVE, SAMPLE, LOG = "metrics.json", "loss.png", "sample.txt", "log.jsonl"
 TOKENIZER = ("tokenizer_config.json", "tokenizer.json")
-RESULTS = (MODEL_FILE, CONFIG_FILE, *TOKENIZER, METRICS, CURVE, SAMPLE)
+CARD = "README.md"
+RESULTS = (MODEL_FILE, CONFIG_FILE, CUSTOM_CODE_FILE, *TOKENIZER, CARD, METRICS, CURVE, SAMPLE)
 LOCK = ".gla_ext-train.lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
@@ -62,7 +64,7 @@ def held(folder: Path) -> Iterator[TextIO]:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
         lock.flush()
-        for name in (CHECKPOINT, *RESULTS):
+        for name in (CHECKPOINT, LOG, *RESULTS):
             remove_leftovers(folder / name)
         yield lock
 
@@ -73,12 +75,33 @@ def folders(out: Path) -> list[Path]:
 
 
 def remove_folders(out: Path, but: str | None) -> None:
-    """Removes these folders, partial or old, except `but`, the one that the checkpoint file
-    names.
+    """Removes these folders, partial or old, except `but`, the one that the checkpoint file names,
+    and those that earlier ones name.
     """
+    named = {read_metadata(path).get("sharded") for path in earlier(out)}
     for folder in folders(out):
-        if folder.name != but:
+        if folder.name not in named | {but}:
             shutil.rmtree(folder)
+
+
+def earlier(out: Path) -> list[Path]:
+    """The checkpoints before the last one that are kept, in order."""
+    return sorted(out.glob("checkpoint-*.safetensors"), key=lambda path: (len(path.name), path))
+
+
+def keep_earlier(out: Path, count: int) -> None:
+    """Keeps the checkpoint that the next one replaces, and of all those the last `count`; that of
+    step 0 is not kept.
+    """
+    path = out / CHECKPOINT
+    step = read_metadata(path)["step"] if count and path.exists() else 0
+    if step:
+        kept = out / f"checkpoint-{step}.safetensors"
+        kept.unlink(missing_ok=True)
+        os.link(path, kept)
+    every = earlier(out)
+    for path in every[: max(0, len(every) - count)]:
+        path.unlink()
 
 
 def check_nothing_is_lost(folder: Path, resume: bool, overwrite: bool) -> None:

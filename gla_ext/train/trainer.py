@@ -17,9 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from gla_ext.model import GLAForCausalLM
 from gla_ext.model.checkpoint import read_tensors
+from gla_ext.model.config import GLAConfig
 from gla_ext.model.weights import reset_convolutions
 from gla_ext.train.data import Corpus
 from gla_ext.train.graph import GraphedUpdate, check_graph
@@ -30,6 +32,7 @@ from gla_ext.train.segments import SegmentedLoss, forward, pack_rows
 from gla_ext.train.tokens.corpus import TokenCorpus
 from gla_ext.train.tokens.folder import Stream
 
+SPIKE_SPAN = 100  # updates whose mean loss a spike is compared with
 _FORMAT = "gla_ext.train/1"
 # Gives as many blanks as the text has. When colder, or with top-p, runs of indentation never end.
 SAMPLE_TEMPERATURE = 0.9
@@ -51,6 +54,7 @@ class Trainer:
             `gla_ext.train.graph`. Default: False.
         parallel: this process's part of the run, after `lay_out`. Default: all of it, on one
             device.
+        config: the model, of the corpus's tokens. Default: as the settings say.
 
     Raises:
         ValueError: cuda_graph on a device other than CUDA.
@@ -66,11 +70,13 @@ class Trainer:
         compiled: bool = False,
         cuda_graph: bool = False,
         parallel: Parallel = ONE_PROCESS,
+        config: GLAConfig | None = None,
     ) -> None:
         if cuda_graph:
             check_graph(device)
         self.settings, self.device, self.parallel = settings, device, parallel
-        self.corpus, self.fingerprint = corpus, corpus.fingerprint
+        self.max_norm = settings.grad_clip or math.inf
+        self.corpus, self.fingerprint, self.config = corpus, corpus.fingerprint, config
         batches, self.held_out = self.make_data(corpus)
         self.batches = parallel.own_part(batches)
         rows = settings.batch_size // parallel.replicas
@@ -79,33 +85,48 @@ class Trainer:
         self.model = self.make_model().to(device)
         self.loss = parallel.prepare(self.model, self._loss, DTYPES[settings.dtype], compiled)
         graph_on = device if cuda_graph else None
-        self.optimizer = optimizer_of(self.model, settings.lr, settings.weight_decay, graph_on)
+        rates = (settings.lr, settings.weight_decay, graph_on, settings.betas)
+        self.optimizer = optimizer_of(self.model, *rates)
         self.segmented = self._segmented_loss(compiled, cuda_graph)
         # One graph for a window's first step, which starts from a zero state, and one for the
         # others.
         graphs = 0 if not cuda_graph else 2 if settings.segments > 1 else 1
         self.graphs = [GraphedUpdate(self._update_on, device) for _ in range(graphs)]
         self.step = 0
-        self.losses = torch.zeros(settings.steps, dtype=torch.float32, device=device)
+        numbers = {"dtype": torch.float32, "device": device}
+        self.losses, self.norms, self.bad = torch.zeros(3, settings.steps, **numbers)
+        self.limit = torch.full((), math.inf, **numbers)  # a loss above it is a spike
         self.evaluations: list[tuple[int, float]] = []
 
     def make_data(
         self, corpus: Corpus | TokenCorpus
     ) -> tuple[Callable[[int], tuple[Tensor, Tensor]], Tensor | Stream]:
         """The batches, as a function of the step, and the tokens for `evaluate`."""
-        settings = self.settings
-        sizes = (settings.batch_size, settings.seq_len, settings.seed, settings.segments)
+        settings, windows = self.settings, self.settings.passes * self.settings.batch_size
+        sizes = (windows, settings.seq_len, settings.seed, settings.segments)
         return corpus.batches(*sizes, self.device), corpus.held_out_tokens(self.device)
 
     def make_model(self) -> GLAForCausalLM:
         """The model with its initial weights."""
-        corpus = self.corpus
-        model = GLAForCausalLM(self.settings.model_config(corpus.vocab_size, corpus.document_start))
+        tokens = (self.corpus.vocab_size, self.corpus.document_start)
+        model = GLAForCausalLM(self.config or self.settings.model_config(*tokens))
         reset_convolutions(model)
         return model
 
+    def start_from(self, tensors: dict[str, Tensor]) -> None:
+        """Takes the weights of another model, of the names of `model_tensors`."""
+        tensors = {f"model.{name}": x for name, x in tensors.items()}
+        self.parallel.restore(self.model, self.optimizer, tensors, None)
+
+    @property
+    def eval_every(self) -> int:
+        """Steps between evaluations."""
+        return self.settings.eval_every or max(250, self.settings.steps // 4)
+
     def update(self) -> None:
-        """Runs one update and stores its loss, in nats per token, in `losses[step]`.
+        """Runs one update and stores its loss, in nats per token, in `losses[step]`, the norm of
+        its gradient in `norms`, and whether it was bad in `bad`: neither number may be infinite or
+        NaN, nor the loss a spike. A bad update leaves weights and optimizer as they are.
 
         This does not wait for a GPU: updates are queued until a loss is read.
         """
@@ -119,21 +140,32 @@ class Trainer:
         update_on = self._update_on
         if self.graphs:
             update_on = self.graphs[min(self.step % self.settings.segments, 1)]
-        self.losses[self.step] = update_on(*self.batches(self.step))
+        step, spike = self.step, self.settings.spike
+        if spike and step >= SPIKE_SPAN:
+            self.limit.copy_(self.losses[step - SPIKE_SPAN : step].nanmean() + spike)
+        found = update_on(*self.batches(step))
+        self.losses[step], self.norms[step], self.bad[step] = found
         self.step += 1
 
     def _update_on(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Forward, backward, clipping and the optimizer's update on a batch; returns its loss."""
-        if self.segmented is None:
-            loss = self.loss(inputs, targets)
-        else:
-            loss = self.segmented(self.step, inputs, targets)
-        loss.backward()
-        if self.settings.grad_clip > 0:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
+        """Forward, backward, clipping and the optimizer's update on a batch, in as many passes as
+        settings say; returns its loss, the norm of its gradient, and whether it was bad.
+        """
+        total, passes = 0.0, self.settings.passes
+        for batch in zip(inputs.chunk(passes), targets.chunk(passes), strict=True):
+            if self.segmented is None:
+                loss = self.loss(*batch) / passes
+            else:
+                loss = self.segmented(self.step, *batch) / passes
+            loss.backward()
+            total += loss.detach()
+        norm = self.parallel.whole(clip_grad_norm_(self.model.parameters(), self.max_norm))
+        loss = self.parallel.mean(total).float()
+        good = loss.isfinite() & norm.isfinite() & (loss <= self.limit)
+        self.optimizer.found_inf = 1 - good.float()  # with it the fused step leaves all as it is
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        return torch.stack([loss, norm.float(), self.optimizer.found_inf])
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy of a batch, int64 `[B, T]` each, in nats per token."""
@@ -152,9 +184,17 @@ class Trainer:
 
     def recent_loss(self, steps: int = 20) -> float:
         """Mean training loss of the last steps, in bits per byte; NaN before the first step."""
-        loss = self.losses[max(0, self.step - steps) : self.step].mean().item()
+        loss = self.losses[max(0, self.step - steps) : self.step].nanmean().item()
         loss *= self.corpus.tokens_per_byte / math.log(2)
         return self.parallel.mean(torch.tensor(loss, dtype=torch.float64)).item()
+
+    def perplexity(self, bits: float) -> float:
+        """A held-out token's, of the bits a byte of an evaluation."""
+        return 2 ** (bits / self.corpus.held_out_tokens_per_byte)
+
+    def has_finite_weights(self) -> bool:
+        """Whether all weights are numbers."""
+        return all(self.parallel.whole(p.isfinite().all()) for p in self.model.parameters())
 
     def best_evaluation(self) -> tuple[int, float]:
         """Step and bits per byte of the lowest evaluation so far."""
@@ -208,11 +248,18 @@ class Trainer:
                 eos_token_id=self.corpus.document_start,
                 generator=generator,
             )
-        return self.corpus.text_of(tokens[0].tolist())
+        known = tokens[0] < self.corpus.vocab_size  # a model to start from may have more
+        return self.corpus.text_of(tokens[0][known].tolist())
 
     def save(self, path: str | Path) -> None:
         """Writes one safetensors file, atomically, with all that `load` needs to continue from
         here. Sharded tensors are in a folder next to it.
+        """
+        self.snapshot()(Path(path))
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """A function that writes what `save` does, of this moment, to a path; one process may go on
+        with updates meanwhile.
         """
         tensors = {"losses": self._mean_losses()[: self.step]}
         if self.segmented is not None:
@@ -224,9 +271,9 @@ class Trainer:
             "settings": asdict(self.settings),
             "config": self.model.config.to_dict(),
             "corpus": self.fingerprint,
-            "evaluations": self.evaluations,
+            "evaluations": list(self.evaluations),
         }
-        self.parallel.write(Path(path), self.model, self.optimizer, tensors, metadata)
+        return self.parallel.snapshot(self.model, self.optimizer, tensors, metadata)
 
     def _mean_losses(self) -> Tensor:
         return self.parallel.mean(self.losses).float()

@@ -11,7 +11,7 @@ from gla_ext.train.tokens.corpus import open_corpus
 from gla_ext.train.trainer import Settings, Trainer
 
 SIZES = {"steps": 6, "batch_size": 12, "seq_len": 32, "hidden_size": 16, "layers": 1, "heads": 2}
-SIZES |= {"lr": 1e-2, "warmup": 2, "packed": True}
+SIZES |= {"lr": 1e-2, "warmup": 2, "packed": True, "tokens_per_update": 2 * 12 * 32}
 CPU = torch.device("cpu")
 
 

@@ -194,6 +194,31 @@ def test_an_evaluation_makes_no_graphs(one_rank, folder):
     assert_close(trainer._mean_losses(), expected.losses, 1e-5)
 
 
+def run_bad(group, folder, sizes):
+    """Whether updates are bad of which the last rank's second loss is no number, and whether the
+    second one left the weights as they were.
+    """
+    trainer = sharded(folder, **sizes)
+    original = trainer.loss
+
+    def loss(*batch):
+        is_bad = trainer.step == 1 and torch.distributed.get_rank() == 3
+        return original(*batch) * (float("nan") if is_bad else 1)
+
+    trainer.loss = loss
+    trainer.update()
+    before = [p.full_tensor() for p in trainer.model.parameters()]
+    trainer.update()
+    kept = all(map(torch.equal, before, (p.full_tensor() for p in trainer.model.parameters())))
+    trainer.update()
+    return trainer.bad[:3].tolist(), kept, trainer.has_finite_weights()
+
+
+@pytest.mark.parametrize("sizes", [{}, {"context_parallel": 2, "tensor_parallel": 2}], ids=str)
+def test_a_rank_s_bad_loss_is_everyone_s(pool, folder, sizes):
+    assert pool(run_bad, folder, sizes) == [([0, 1, 0], True, True)] * 4
+
+
 def run_refused(group, folder, settings, **options):
     with pytest.raises((NotImplementedError, ValueError)) as caught:
         sharded(folder, TINY | settings, **options)

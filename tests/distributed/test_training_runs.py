@@ -21,8 +21,16 @@ from test_training import TINY, sharded
 from gla_ext import train
 from gla_ext.model.checkpoint import load_model, read_metadata
 from gla_ext.train import command
-from gla_ext.train.presets import command_line
-from gla_ext.train.run_folder import CHECKPOINT, METRICS, RESULTS, folders, remove_folders
+from gla_ext.train.output.saving import Saver
+from gla_ext.train.presets import Options, command_line
+from gla_ext.train.run_folder import (
+    CHECKPOINT,
+    METRICS,
+    RESULTS,
+    earlier,
+    folders,
+    remove_folders,
+)
 from gla_ext.train.trainer import Settings, Trainer
 
 
@@ -162,6 +170,22 @@ def test_killed_while_it_saves(one_rank, folder, tmp_path, monkeypatch, moment, 
         one.update()
     for mine, theirs in zip(again.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(mine.full_tensor(), theirs.full_tensor())
+
+
+def test_the_last_checkpoints_are_kept(one_rank, folder, tmp_path):
+    """With their folders."""
+    trainer = sharded(folder)
+    with Saver(trainer, Options(out=tmp_path, keep=2, save_every=1)) as saver:
+        for _ in range(3):
+            trainer.update()
+            assert saver.is_due()
+            saver.save()
+    assert [path.name for path in earlier(tmp_path)] == ["checkpoint-2.safetensors"]
+    assert [path.name for path in folders(tmp_path)] == ["checkpoint-2.dcp", "checkpoint-3.dcp"]
+    again = sharded(folder)
+    for name, step in ((CHECKPOINT, 3), ("checkpoint-2.safetensors", 2)):
+        again.load(tmp_path / name)
+        assert again.step == step
 
 
 @pytest.mark.slow

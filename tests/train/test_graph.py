@@ -44,7 +44,7 @@ class Replayed(GraphedUpdate):
 
     def _first_calls(self):
         where = [p.data_ptr() for p in self._update.__self__.model.parameters()]
-        self._loss = self._update(*self._batch)
+        self._result = self._update(*self._batch)
         assert where == [p.data_ptr() for p in self._update.__self__.model.parameters()]
 
 

@@ -19,8 +19,8 @@ from gla_ext.model.files import replacing, write_text
 from gla_ext.train import command as train
 from gla_ext.train import data
 from gla_ext.train.data import Corpus
-from gla_ext.train.plot import plot_losses
-from gla_ext.train.run_folder import CHECKPOINT, LOCK, RESULTS, held
+from gla_ext.train.output.plot import plot_losses
+from gla_ext.train.run_folder import CHECKPOINT, LOCK, LOG, RESULTS, held
 
 
 def contents(folder):
@@ -67,7 +67,7 @@ def test_one_run_at_a_time(folder, tmp_path, capsys):
     finally:
         kill(process)
     run("--data", folder, "--out", out, *TINY)
-    assert set(contents(out)) == {LOCK, CHECKPOINT, *RESULTS}
+    assert set(contents(out)) == {LOCK, LOG, CHECKPOINT, *RESULTS}
 
 
 SAVES = """
@@ -98,7 +98,7 @@ def test_what_a_kill_leaves_is_removed_and_no_more(folder, tmp_path):
     with held(out):
         assert contents(out).keys() == {LOCK, *mine}
     run("--data", folder, "--out", out, *TINY)
-    assert set(contents(out)) == {LOCK, CHECKPOINT, *RESULTS, *mine}
+    assert set(contents(out)) == {LOCK, LOG, CHECKPOINT, *RESULTS, *mine}
     write_tensors(tmp_path / "library" / CHECKPOINT, {"x": torch.ones(1)})
     assert list(contents(tmp_path / "library")) == [CHECKPOINT]
     assert read_tensors(tmp_path / "library" / CHECKPOINT)[0]["x"] == 1

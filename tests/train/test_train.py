@@ -9,20 +9,16 @@ import math
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
+from dataclasses import replace
 
 import pytest
 import torch
-from common import ROOT
 from torch.nn import functional as F
 from trainers import TINY, make_trainer, run
 
 from gla_ext.devices import check_device
 from gla_ext.model import GLAForCausalLM
-from gla_ext.model.checkpoint import load_model, read_metadata, read_tensors, write_tensors
+from gla_ext.model.checkpoint import load_model, read_tensors, write_tensors
 from gla_ext.train import command as train
 from gla_ext.train import data, trainer
 from gla_ext.train.data import encode, load_corpus
@@ -33,17 +29,10 @@ def checkpoint(out):
     return read_tensors(out / train.CHECKPOINT)
 
 
-def assert_same_checkpoints(a, b):
-    (tensors, metadata), (others, other_metadata) = checkpoint(a), checkpoint(b)
-    assert tensors.keys() == others.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, others[name]), name
-    assert metadata == other_metadata
-
-
 FALLS = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "warmup-stable-decay": lambda done: min(1, (1 - done) * 8),
 }
 
 
@@ -54,6 +43,30 @@ def test_learning_rate_warms_up_and_falls(schedule):
     assert rates[:20] == pytest.approx([0.1 * (i + 1) for i in range(20)])
     assert rates[20:] == pytest.approx([2 * FALLS[schedule](i / 80) for i in range(80)])
     assert trainer.Settings(steps=1, schedule=schedule).learning_rate(0) > 0
+    settings = replace(settings, warmup_tokens=20 * settings.tokens - 1, warmup=1, min_lr=0.5)
+    rates = [settings.learning_rate(step) for step in range(100)]
+    assert rates[:20] == pytest.approx([0.5 + 0.075 * (i + 1) for i in range(20)])
+    assert rates[20:] == pytest.approx([0.5 + 1.5 * FALLS[schedule](i / 80) for i in range(80)])
+
+
+def test_the_length_of_the_decay():
+    settings = trainer.Settings(steps=100, warmup=20, schedule="warmup-stable-decay", decay=50)
+    assert settings.learning_rate(50) == settings.lr > settings.learning_rate(51)
+    assert replace(settings, decay=1000).learning_rate(20) == settings.lr
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_several_passes_are_one_large_batch(corpus, packed):
+    """Of the same windows, up to rounding."""
+    whole = make_trainer(corpus, batch_size=6, packed=packed)
+    parts = make_trainer(corpus, batch_size=2, tokens_per_update=6 * 32, packed=packed)
+    for step in range(6):
+        assert torch.equal(whole.batches(step)[0], parts.batches(step)[0])
+        whole.update()
+        parts.update()
+    torch.testing.assert_close(parts.losses, whole.losses)
+    for a, b in zip(parts.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_loss_falls(corpus):
@@ -107,53 +120,6 @@ def test_writes_everything(folder, tmp_path, capfd):
     assert nats[row[1:] != 0].mean().item() / math.log(2) == pytest.approx(bits["this model"])
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, texts):
-    """The arguments of a run, and the folder of one that nothing stopped."""
-    folder, out = (tmp_path_factory.mktemp("whole") / name for name in ("text", "out"))
-    texts(folder)
-    args = ["--data", folder, *TINY, "--steps", 150, "--save-every", 20, "--eval-every", 40]
-    run("--out", out, *args)
-    return args, out
-
-
-@pytest.mark.parametrize(
-    ("number", "first_step"),
-    [
-        (signal.SIGKILL, 0),
-        pytest.param(signal.SIGTERM, 20, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, 20, marks=pytest.mark.slow),
-    ],
-)
-def test_stopped_at_any_moment_it_goes_on(whole, tmp_path, number, first_step):
-    args, never_stopped = whole
-    command = [sys.executable, "-m", "gla_ext.train", "--out", tmp_path / "stopped", *args]
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    process = subprocess.Popen(
-        [str(x) for x in command],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    path = tmp_path / "stopped" / train.CHECKPOINT
-    while not path.exists() or read_metadata(path)["step"] < first_step:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    if number == signal.SIGKILL:
-        assert process.returncode == -number, err
-    else:
-        assert process.returncode == 128 + number, err
-        again = f"-m gla_ext.train --out {tmp_path / 'stopped'} --resume --device cpu\n"
-        assert f"To go on: {sys.executable} {again}" in out
-    assert first_step <= checkpoint(tmp_path / "stopped")[1]["step"] < 150
-    run("--out", tmp_path / "stopped", "--resume", "--device", "cpu")
-    assert_same_checkpoints(tmp_path / "stopped", never_stopped)
-
-
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
@@ -163,6 +129,8 @@ def test_stopped_at_any_moment_it_goes_on(whole, tmp_path, number, first_step):
         ("--batch-size", 0, "expected --batch-size to be at least 1, got 0"),
         ("--grad-clip", -1.0, "expected --grad-clip to be at least 0, got -1.0"),
         ("--lr", "nan", "expected --lr to be at least 0, got nan"),
+        ("--min-lr", 1, "expected --min-lr to be at most --lr 0.003, got 1.0"),
+        ("--tokens-per-update", 100, "to be a multiple of --batch-size times --seq-len, 64, got"),
         ("--sample-bytes", -1, "expected --sample-bytes to be at least 0, got -1"),
         ("--seed", 2**64, f"expected --seed to have at most 64 bits, got {2**64}"),
         (
@@ -179,6 +147,29 @@ def test_bad_options(folder, tmp_path, capsys, option, value, message):
     run("--data", folder, "--out", tmp_path / "out", *TINY, option, value, code=2)
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_betas_out_of_range(tmp_path, capsys):
+    run("--out", tmp_path, *TINY, "--betas", 0.9, 1, code=2)
+    assert_error(capsys, r"expected --betas to be from 0 to below 1, got \[0.9, 1.0\]")
+    run("--out", tmp_path, *TINY, "--tokens-per-update", 128, "--segments", 2, code=2)
+    assert_error(capsys, "expected --segments 1 with several passes an update, got 2")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--learning-rate=1", "got --learning-rate; --help lists them"),
+        ("--step", "got --step; the nearest is --steps"),
+        ("--token-per-update", "got --token-per-update; the nearest is --tokens-per-update"),
+        ("stray", "got stray; --help lists them"),
+    ],
+)
+def test_flags_are_whole_words(capsys, given, said):
+    with pytest.raises(SystemExit) as stopped:
+        train.main([given, "3"])
+    assert stopped.value.code == 2
+    assert f"expected flags of this command, as whole words, {said}" in capsys.readouterr().err
 
 
 def test_resume_without_a_checkpoint_starts(folder, tmp_path, capsys):
@@ -304,12 +295,6 @@ def test_missing_packages_are_named_at_once(tmp_path, capsys, monkeypatch):
     )
     run("--out", tmp_path / "out", *TINY, code=2)
     assert_error(capsys, r"expected .* got no matplotlib; 'pip install matplotlib' brings")
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(folder, tmp_path, capsys):
-    run("--data", folder, "--out", tmp_path / "out", *TINY, "--lr", "inf", code=2)
-    assert_error(capsys, "expected a finite loss, got nan before step 6; a lower --lr may help")
-    assert checkpoint(tmp_path / "out")[1]["step"] == 0  # nothing saved since the start
 
 
 def test_device_follows_the_operators(monkeypatch):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gla_ext.train.command import check_packages
+from gla_ext.train.flags import FlagParser
 from gla_ext.train.loop import Interrupted, StopSignals
 from gla_ext.train.prepare.filling import fill
 from gla_ext.train.prepare.readers import Reader
@@ -32,10 +33,9 @@ _MMAP_THRESHOLD = -3  # as malloc.h has it
 
 def command_line() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog=PROGRAM,
         description="makes a corpus of tokens from text, for --data of python -m gla_ext.train.",
-        allow_abbrev=False,
     )
 
     def add(flag: str, text: str, shown: str | None = None, **kwargs: Any) -> None:

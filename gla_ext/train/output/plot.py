@@ -35,8 +35,8 @@ def plot_losses(path: str | Path, trainer: Trainer, bits_per_byte: dict[str, flo
         color="tab:blue",
         label=f"training, mean of {span}",
     )
-    steps, held_out = zip(*trainer.evaluations, strict=True)
-    axes.plot(steps, held_out, "o-", color="tab:red", label="held out")
+    evaluations = torch.tensor(trainer.evaluations).reshape(-1, 2).unbind(1)
+    axes.plot(*evaluations, "o-", color="tab:red", label="held out")
     others = {name: bits for name, bits in bits_per_byte.items() if name != "this model"}
     for (name, bits), style in zip(others.items(), ("--", ":", "-."), strict=False):
         axes.axhline(bits, color="gray", ls=style, label=f"{name}, {bits:.2f}")
