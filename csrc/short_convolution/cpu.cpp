@@ -93,9 +93,9 @@ void copy_states(const Sequences& sequences, const at::Tensor& x, const Optional
                        const ConvolutionPiece s = sequences.at(n);
                        for (int64_t i = 0; i < W; ++i) {
                          const int64_t t = s.end - W + i, in_cache = W + t - s.start;
-                         const Element* row = from + s.row * strides.b + t * strides.t;
+                         const int64_t row = s.row * strides.b + t * strides.t;
                          for (int64_t d = 0; d < D; ++d)
-                           to[(n * D + d) * W + i] = t >= s.start ? row[d]
+                           to[(n * D + d) * W + i] = t >= s.start ? from[row + d]
                                                      : before != nullptr
                                                          ? before[(n * D + d) * W + in_cache]
                                                          : Element{};
