@@ -64,7 +64,7 @@ def test_a_link_leads_to_a_file():
     """Of the site, or of the repository on a page that is a file there too: see docs/hooks.py."""
     links = [
         (page, target)
-        for page in sorted(DOCS.rglob("*.md"))
+        for page in [*sorted(DOCS.rglob("*.md")), *(ROOT / ".github").glob("*.md")]
         for target in re.findall(r"\]\((?!http)([^)#\s]+)[^)]*\)", CODE.sub("", page.read_text()))
     ]
     assert links
