@@ -1,7 +1,7 @@
-"""The plan of `from_pretrained(tp_plan="auto")`: gla_ext.distributed's styles by transformers' names.
+"""The plan of `from_pretrained(tp_plan="auto")`: names for the styles of gla_ext.distributed.
 
-transformers calls a style with each module while its weights are placeholders, then loads into every
-rank its own part of them.
+transformers calls a style with each module while its weights are placeholders, then loads into
+every rank its own part of them.
 """
 
 from __future__ import annotations
