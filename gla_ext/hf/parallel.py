@@ -6,36 +6,30 @@ every rank its own part of them.
 
 from __future__ import annotations
 
-from torch import nn
+from torch import distributed, nn
 
 try:
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
-except ImportError:  # other interfaces, before transformers 5.24
-    ALL_PARALLEL_STYLES, TensorParallelLayer = None, object
+except ImportError:  # older ones have other interfaces
+    TensorParallelLayer = object
 
 BASE_PLAN: dict[str, str] = {}  # of a GLAModel
 HEAD_PLAN: dict[str, str] = {}  # of an lm_head
 
+if distributed.is_available() and hasattr(TensorParallelLayer, "install_forward"):
+    from gla_ext.distributed import tensor_parallel
 
-class _Style(TensorParallelLayer):
-    def __init__(self, name: str) -> None:
-        self.name = name
+    class _Style(TensorParallelLayer):
+        def __init__(self, style: type) -> None:
+            self.style = style()
 
-    def install_forward(self, module: nn.Module, mesh: object) -> nn.Module:
-        from gla_ext.distributed import tensor_parallel
+        def install_forward(self, module: nn.Module, mesh: object) -> nn.Module:
+            return self.style._apply(module, mesh)
 
-        return getattr(tensor_parallel, self.name)()._apply(module, mesh)
-
-
-if hasattr(TensorParallelLayer, "install_forward"):
-    _NAMES = {
-        "gla_heads": "HeadsParallel",
-        "gla_mlp": "MLPParallel",
-        "gla_norm": "Replicated",
-        "gla_vocabulary": "VocabularyParallel",
-    }
-    for _name, _style in _NAMES.items():
-        ALL_PARALLEL_STYLES.register(_name, _Style(_style))
+    ALL_PARALLEL_STYLES.register("gla_heads", _Style(tensor_parallel.HeadsParallel))
+    ALL_PARALLEL_STYLES.register("gla_mlp", _Style(tensor_parallel.MLPParallel))
+    ALL_PARALLEL_STYLES.register("gla_norm", _Style(tensor_parallel.Replicated))
+    ALL_PARALLEL_STYLES.register("gla_vocabulary", _Style(tensor_parallel.VocabularyParallel))
     BASE_PLAN |= {
         "embeddings": "gla_vocabulary",
         "layers.*.attn_norm": "gla_norm",

@@ -37,6 +37,7 @@ def code_of(page: Path) -> str:
         pytest.param("tutorial", [], marks=pytest.mark.slow),
         pytest.param("serving", [], marks=pytest.mark.slow),
         pytest.param("migration", ["transformers", "triton", "fla"], marks=pytest.mark.slow),
+        pytest.param("huggingface", ["accelerate", "peft"], marks=pytest.mark.slow),
         pytest.param("export", ["onnx", "onnxscript", "onnxruntime"], marks=pytest.mark.slow),
     ],
 )
