@@ -1,5 +1,5 @@
-"""What mkdocs does to the pages beyond its plugins: parts of README.md, headings, links, formulas as
-MathML, figures that open by themselves.
+"""What mkdocs does to the pages beyond its plugins: parts of README.md, headings, links, formulas
+as MathML, figures that open by themselves.
 """
 
 import html
