@@ -20,7 +20,7 @@
 #                and leave it in dist/
 # wheels         the same for each of TORCHES
 # docs           make the pages of docs/ a site, .build/site/index.html; needs no torch, no extension
-# lint           check the style of Python, C++ and CUDA
+# lint           check the style of Python, C++ and CUDA, and the workflows
 # format         fix what `lint` finds, where ruff and clang-format can
 # clean          delete what was built, but for VENV, which took the downloads
 # help           print this
@@ -141,6 +141,7 @@ docs: $(docs_stamp)
 lint: $(deps_stamp)
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/clang-format --dry-run -Werror $(cpp_files) $(emulator_files)
+	@$(VENV)/bin/zizmor --offline --quiet .github
 
 format: $(deps_stamp)
 	@$(VENV)/bin/ruff check --fix .

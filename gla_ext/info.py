@@ -19,13 +19,22 @@ def operators() -> dict[str, list[str]]:
     return {name: [key for key in DISPATCH_KEYS if has_kernel(name, key)] for name in names}
 
 
+def gpus() -> str:
+    """This machine's GPUs, and what each runs of a call that the fused kernels take."""
+    found = []
+    for i in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(i)
+        runs = gla_ext.plan(1, 64, 1, 64, 64, gpu=i).standing
+        found.append(f"{gpu.name}, {gpu.major}.{gpu.minor}: {runs}")
+    return "; ".join(found) or "none"
+
+
 def describe() -> str:
     """The report, as text."""
     built = _C.build_info()
     cuda = "not built"
     if built["cuda"] is not None:
         cuda = f"{built['cuda']}, for {', '.join(built['cuda_archs'])}"
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     rows = [
         ("gla_ext", f"{gla_ext.__version__}, in {os.path.dirname(gla_ext.__file__)}"),
         ("commit", BUILD_INFO.get("commit", "unknown")),
@@ -33,7 +42,7 @@ def describe() -> str:
         ("torch", f"{torch.__version__}, built against {built['torch']}"),
         ("C++ compiler", built["cxx"]),
         ("CUDA backend", cuda),
-        ("GPUs", ", ".join(gpus) or "none"),
+        ("GPUs", gpus()),
         (
             "CPU capabilities",
             f"{', '.join(built['cpu_capabilities'])}; in use: {_C.cpu_capability()}",

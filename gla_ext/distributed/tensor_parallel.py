@@ -291,8 +291,9 @@ def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> n
 def _local_part(name: str, mesh: DeviceMesh, group_name: str | None) -> Any:
     def part(self: nn.Module) -> Tensor:
         parameter = self._parameters[name]
-        # FSDP2 reads parameters that it has sharded over further ranks; return them unchanged.
-        if getattr(parameter, "device_mesh", None) != mesh:
+        # FSDP2 reads parameters that it has sharded over further ranks, transformers placeholders
+        # that it loads into; return them unchanged.
+        if getattr(parameter, "device_mesh", None) != mesh or parameter.is_meta:
             return parameter
         local = parameter.to_local()
         return local if group_name is None else sum_gradients(local, group_name)

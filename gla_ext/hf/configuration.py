@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from gla_ext.hf.parallel import BASE_PLAN
 from gla_ext.model import config
 from gla_ext.model.attention import Spec, read_attn
 from gla_ext.model.legacy import modern_options
@@ -32,6 +33,7 @@ class GLAConfig(PretrainedConfig):
     """
 
     model_type = "gla"
+    base_model_tp_plan = BASE_PLAN
     keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012  transformers' attribute
 
     def __init__(self, **options: Any) -> None:

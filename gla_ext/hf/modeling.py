@@ -17,6 +17,7 @@ from gla_ext.hf._packing import one_row, starts_again
 from gla_ext.hf.configuration import GLAConfig
 from gla_ext.hf.custom_code import write_custom_code
 from gla_ext.hf.generation import GLAGenerationMixin
+from gla_ext.hf.parallel import HEAD_PLAN
 from gla_ext.layers._options import OF_MODELS, check_keywords
 from gla_ext.layers.norms import RMSNorm
 from gla_ext.model import blocks
@@ -51,6 +52,14 @@ class GLAPreTrainedModel(PreTrainedModel):
         """
         super().save_pretrained(save_directory, **kwargs)
         write_custom_code(self, save_directory)
+
+    def get_parameter_or_buffer(self, target: str) -> Tensor:
+        """Like transformers' method; of a sharded module, which itself sees only this rank's part,
+        the whole parameter.
+        """
+        path, _, name = target.rpartition(".")
+        found = self.get_submodule(path)._parameters.get(name)
+        return super().get_parameter_or_buffer(target) if found is None else found
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.base_model.embeddings
@@ -193,6 +202,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
+    _tp_plan = HEAD_PLAN
 
     def __init__(self, config: GLAConfig) -> None:
         super().__init__(config)

@@ -11,6 +11,8 @@ from gla_ext.ops import chunk
 _MEBIBYTE = 2**20
 # The GPU to plan for if there is none: compute capability and multiprocessors of H100 and H200.
 _HOPPER = ("9.0", 132)
+# Compute capabilities on which the steps were run; for others they are compiled alone.
+_STEPS_RUN = ("9.0",)
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class Plan:
 
     Attributes:
         path: "fused" (the kernels for Hopper) or "steps" (one kernel per step, any GPU).
+        standing: "fused"; "steps, run" where the authors ran the steps on that compute capability;
+            "steps, compiled and never run" elsewhere.
         fused_expects: the condition of the fused path that this call does not meet; None if it
             does.
         forward, backward: the kernels that each pass launches, in order; csrc/README.md has a table
@@ -32,6 +36,7 @@ class Plan:
     """
 
     path: str
+    standing: str
     fused_expects: str | None
     forward: tuple[str, ...]
     backward: tuple[str, ...]
@@ -43,7 +48,7 @@ class Plan:
 
     def __str__(self) -> str:
         reason = f" (fused expects {self.fused_expects})" if self.fused_expects else ""
-        lines = [f"path: {self.path}{reason}"]
+        lines = [f"path: {self.path}{reason}{self.standing.removeprefix(self.path)}"]
         for name in ("forward", "backward"):
             segments = getattr(self, f"{name}_segments")
             workspace = getattr(self, f"{name}_workspace_bytes") / _MEBIBYTE
@@ -127,8 +132,10 @@ def plan(
         device="cuda",
     )
     forward, backward = found["forward"], found["backward"]
+    was_run = "run" if capability in _STEPS_RUN else "compiled and never run"
     return Plan(
         path=found["path"],
+        standing="fused" if found["path"] == "fused" else f"steps, {was_run}",
         fused_expects="no GLA_EXT_CUDA_PATH=steps" if forced else found["fused_expects"],
         forward=_kernels(forward, across_ranks),
         backward=_kernels(backward, across_ranks),

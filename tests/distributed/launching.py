@@ -12,7 +12,8 @@ def torchrun(processes, script, *args):
     """Status, and output with errors."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(processes), str(script), *map(str, args)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, start_new_session=True,

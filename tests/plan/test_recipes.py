@@ -226,6 +226,21 @@ def test_why_not_the_fused_path(change, reason):
     assert reason is None or f"path: steps (fused expects {reason})" in str(plan)
 
 
+@pytest.mark.parametrize(
+    "change, standing, line",
+    [
+        ({}, "fused", "path: fused"),
+        ({"gv": True}, "steps, run", "path: steps (fused expects no gates on values (gv)), run"),
+        *(({"gpu": (capability, 100)}, "steps, compiled and never run", ", compiled and never run")
+          for capability in ("8.0", "8.9", "10.0", "12.0")),
+    ],
+)  # fmt: skip
+def test_a_plan_says_whether_it_was_ever_run(change, standing, line):
+    plan = gla_ext.plan(**SHAPE | {"gpu": ("9.0", 132)} | change)
+    assert plan.standing == standing
+    assert str(plan).splitlines()[0].endswith(line)
+
+
 @pytest.mark.parametrize("change", [{"aligned": False}, {"K": 60}, {"V": 100}, {"K": 264}], ids=str)
 def test_sizes_and_places_that_take_the_steps(change):
     plan = planned(change)

@@ -157,7 +157,9 @@ def test_old_torch_is_one_sentence(monkeypatch):
 @pytest.mark.slow
 def test_sdist_builds_without_torch_and_is_complete(tmp_path):
     folders = ["csrc", "gla_ext", "tests", "benchmarks", "docs", "examples", "experiments", ".ci"]
+    folders += [".github"]
     names = [*BUILD_FILES, "CMakeLists.txt", "Makefile", ".clang-format"]
+    names += [".pre-commit-config.yaml", "CITATION.cff"]
     tree = copy_tree(tmp_path / "tree", *names, *folders)
     built = {"gla_ext/_build_info.py", "gla_ext/_C.so"}
     for name in built:
@@ -177,7 +179,7 @@ def test_sdist_builds_without_torch_and_is_complete(tmp_path):
     assert "\nRequires-Dist: torch>=2.11\n" in about
     assert "\nProject-URL: Paper, https://arxiv.org/abs/2312.06635\n" in about
     assert kept == commit
-    suffixes = ".cpp .h .cu .cuh .md .py .pyi .typed .cmake .in .txt .jsonl"
+    suffixes = ".cpp .h .cu .cuh .md .py .pyi .typed .cmake .in .txt .jsonl .yml"
     files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     expected = {str(path.relative_to(ROOT)) for path in files if path.suffix in suffixes.split()}
     assert {*names, *expected} - built <= packed

@@ -37,6 +37,7 @@ def code_of(page: Path) -> str:
         pytest.param("tutorial", [], marks=pytest.mark.slow),
         pytest.param("serving", [], marks=pytest.mark.slow),
         pytest.param("migration", ["transformers", "triton", "fla"], marks=pytest.mark.slow),
+        pytest.param("huggingface", ["accelerate", "peft"], marks=pytest.mark.slow),
         pytest.param("export", ["onnx", "onnxscript", "onnxruntime"], marks=pytest.mark.slow),
     ],
 )
@@ -64,7 +65,7 @@ def test_a_link_leads_to_a_file():
     """Of the site, or of the repository on a page that is a file there too: see docs/hooks.py."""
     links = [
         (page, target)
-        for page in sorted(DOCS.rglob("*.md"))
+        for page in [*sorted(DOCS.rglob("*.md")), *(ROOT / ".github").glob("*.md")]
         for target in re.findall(r"\]\((?!http)([^)#\s]+)[^)]*\)", CODE.sub("", page.read_text()))
     ]
     assert links

@@ -12,6 +12,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "examples" / "README.md",
+    *sorted((ROOT / ".github").glob("*.md")),
 ]
 BLOCK = re.compile(r"^```(?:sh|bash)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OTHER_BLOCK = re.compile(r"^```(?!sh$|bash$)\w+\n.*?^```$", re.MULTILINE | re.DOTALL)

@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,6 +138,14 @@ def test_info_lists_operators_with_their_keys():
     versions = [gla_ext.__version__, BUILD_INFO["commit"], torch.__version__]
     for expected in [*versions, *BUILD_INFO["cpu_capabilities"], *table]:
         assert expected in text
+
+
+def test_info_says_what_each_gpu_runs(monkeypatch):
+    found = [SimpleNamespace(name=name, major=major, minor=0, multi_processor_count=100)
+             for name, major in (("H100", 9), ("B200", 10))]  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", found.__getitem__)
+    assert info.gpus() == "H100, 9.0: fused; B200, 10.0: steps, compiled and never run"
 
 
 @pytest.mark.slow
