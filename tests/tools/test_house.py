@@ -175,7 +175,7 @@ def test_few_files_branch_on_a_context_or_on_batch_invariance():
 
 # Arrows.
 CORE = {"ops", "layers", "model", "cache", "decode", "distributed"}
-GUESTS = {"train", "serve", "fla", "hf"}
+GUESTS = {"train", "serve", "fla", "hf", "vllm"}
 
 
 def package_of(module: str) -> str:
