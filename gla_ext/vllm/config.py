@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import MambaModelConfig
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
@@ -63,7 +61,9 @@ def refuse(vllm_config: VllmConfig) -> None:
     """Raises NotImplementedError for what no test has seen to be right."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     context = max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
-    unsupported: dict[str, Any] = {
+    quantization = model.quantization
+    unsupported: dict[str, bool] = {
+        f"quantization = {quantization}": quantization not in (None, "compressed-tensors"),
         "speculative decoding": vllm_config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": context > 1,

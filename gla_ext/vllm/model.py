@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -158,6 +159,7 @@ class _CausalLM(nn.Module, HasInnerState, SupportsLoRA, SupportsMambaPrefixCachi
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.config = config = vllm_config.model_config.hf_config.core()
+        self.is_quantized = vllm_config.quant_config is not None
         if not config.use_output_gate:
             self.packed_modules_mapping = {**_TOGETHER, "in_proj": _TOGETHER["qkv_proj"]}
         self.model = GLAModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
@@ -200,21 +202,28 @@ class _CausalLM(nn.Module, HasInnerState, SupportsLoRA, SupportsMambaPrefixCachi
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Loads a checkpoint of gla_ext or FLA, of 2024 too.
+        """Loads a checkpoint of gla_ext or FLA, of 2024 too, or a quantized one, which has scales.
 
         Raises:
             ValueError: a missing or unknown name, or a wrong shape.
         """
         with torch.device("meta"):
             plain = PlainModel(self.config)
-        tensors = check_tensors_of(plain, modern_tensors(dict(weights)))
-        params, loaded = dict(self.named_parameters()), set()
-        for name, tensor in tensors.items():
+        tensors = modern_tensors(dict(weights))
+        scales = {name: x for name, x in tensors.items() if name.endswith("_scale")}
+        if not self.is_quantized:
+            scales = {}
+        given = {name: x for name, x in tensors.items() if name not in scales}
+        params, loaded = dict(self.named_parameters()), Counter()
+        for name, tensor in {**check_tensors_of(plain, given), **scales}.items():
             name, shard = self._place_of(name)
             copy = getattr(params[name], "weight_loader", _copy)
             copy(params[name], tensor, *([] if shard is None else [shard]))
-            loaded.add(name)
-        return loaded
+            loaded[name] += 1
+        for name in params:
+            if loaded[name] != loaded[f"{name.rpartition('.')[0]}.weight"] and "scale" in name:
+                raise ValueError(f"gla_ext.vllm: expected the checkpoint to hold all of {name!r}")
+        return set(loaded)
 
     def _place_of(self, name: str) -> tuple[str, int | str | None]:
         """The parameter that holds a tensor of a checkpoint, and which part of it is the tensor."""
