@@ -5,6 +5,7 @@ import gc
 import random
 
 import torch
+
 from gla_ext.model import GLAConfig, GLAForCausalLM
 from gla_ext.model.tensors import save_model
 

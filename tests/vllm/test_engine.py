@@ -72,9 +72,9 @@ def test_a_missing_tensor_is_named(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.0.attn.o_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"to hold 'model\.layers\.0\.attn\.o_proj\.weight'"):
-        with engine(tmp_path):
-            pass
+    missing = r"to hold 'model\.layers\.0\.attn\.o_proj\.weight'"
+    with pytest.raises(ValueError, match=missing), engine(tmp_path):
+        pass
 
 
 LINEARS = ["attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.g_proj", "attn.o_proj"]
@@ -111,6 +111,44 @@ def test_lora(tmp_path):
                 a = tensors[key.replace("lora_B", "lora_A")]
                 model.get_submodule(name).weight += 2 * b @ a
     assert max(short_of_best(model, prompts[1::2], tokens[1::2])) < FP32
+
+
+def eight_bits(x):
+    """Rows of x as integers up to 127, and their scales."""
+    scales = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scales).round(), scales
+
+
+def test_int8(tmp_path):
+    """Maps and their inputs in 8 bits, by compressed-tensors; gla_ext multiplies what they stand
+    for.
+    """
+    model = save_random(tmp_path, use_short_conv=True, num_heads=4, num_kv_heads=2)
+    tensors = load_file(tmp_path / "model.safetensors")
+    small = [name for name in LINEARS if "gk_proj" not in name]
+    for name, module in model.named_modules():
+        if not name.endswith(tuple(small)):
+            continue
+        integers, scales = eight_bits(module.weight.detach())
+        tensors |= {f"{name}.weight": integers.to(torch.int8), f"{name}.weight_scale": scales}
+        module.weight.data = integers * scales
+        module.register_forward_pre_hook(lambda _, args: torch.mul(*eight_bits(args[0])))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    eight = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {"targets": ["Linear"], "weights": eight | {"strategy": "channel", "dynamic": False}}
+    group["input_activations"] = eight | {"strategy": "token", "dynamic": True}
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head", "re:.*gk_proj.*"],
+        "config_groups": {"group_0": group},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompts = make_prompts(24, 300)
+    with engine(tmp_path) as llm:
+        tokens, _ = greedy(llm, prompts)
+    assert max(short_of_best(model, prompts, tokens)) < 2e-2
 
 
 RANKS = """
@@ -159,6 +197,5 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3
 )  # fmt: skip
 def test_refusals(options, asked, sentence, tmp_path):
     save_random(tmp_path, **options)
-    with pytest.raises(Exception, match=sentence):
-        with engine(tmp_path, **asked):
-            pass
+    with pytest.raises(Exception, match=sentence), engine(tmp_path, **asked):
+        pass
