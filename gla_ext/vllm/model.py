@@ -1,7 +1,5 @@
 """The model classes that vLLM makes; names of modules and parameters are those of checkpoints."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 
