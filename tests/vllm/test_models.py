@@ -4,7 +4,6 @@ import pytest
 import torch
 from vllm_engine import engine, greedy, make_prompts, save_random, short_of_best
 
-from gla_ext.decode import generate
 
 ATTENTION = {"layers": [1], "num_heads": 2}
 # CPU attention takes heads of 32 channels and more.
@@ -62,7 +61,7 @@ def test_generate_has_the_same_tokens(options, tmp_path):
     with engine(tmp_path) as llm:
         tokens, _ = greedy(llm, prompts)
     for prompt, found in zip(prompts, tokens, strict=True):
-        expected = generate(model, torch.tensor([prompt]), len(found), temperature=0)
+        expected = model.generate(torch.tensor([prompt]), len(found), temperature=0)
         assert expected[0].tolist()[-len(found) :] == found
 
 
