@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import MambaModelConfig
+from vllm.platforms import current_platform
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
 from gla_ext.model import GLAConfig
@@ -64,6 +65,8 @@ def refuse(vllm_config: VllmConfig) -> None:
     quantization = model.quantization
     unsupported: dict[str, bool] = {
         f"quantization = {quantization}": quantization not in (None, "compressed-tensors"),
+        # vLLM 0.32 there gives requests without an adapter that of the last slot: index -1.
+        "LoRA on a CPU": vllm_config.lora_config is not None and current_platform.is_cpu(),
         "speculative decoding": vllm_config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": context > 1,

@@ -179,10 +179,10 @@ class _CausalLM(nn.Module, HasInnerState, SupportsLoRA, SupportsMambaPrefixCachi
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
         return state_dtypes(vllm_config.model_config.hf_config.core(), vllm_config)
 
-    @classmethod
-    def get_mamba_state_copy_func(cls) -> tuple:
-        """For the states and the convolutions; models without these read the first alone."""
-        return get_temporal_copy_spec, get_temporal_copy_spec
+    def get_mamba_state_copy_funcs(self, mamba_types: set) -> dict:
+        """One for each state of a block: vLLM copies a block when a sequence goes on in another."""
+        count = 1 + self.config.use_short_conv
+        return dict.fromkeys(mamba_types, (get_temporal_copy_spec,) * count)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.model.embeddings(input_ids)

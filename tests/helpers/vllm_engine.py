@@ -47,12 +47,14 @@ def engine(folder, **options):
         gc.collect()
 
 
-def greedy(llm, prompts, **options) -> tuple[list[list[int]], int]:
-    """The tokens after each prompt, 4 to 12 of them, and how many tokens of prompts were cached."""
+def greedy(llm, prompts, least=4, **options) -> tuple[list[list[int]], int]:
+    """The tokens after each prompt, up to 8 more than `least`, and how many tokens of prompts were
+    cached.
+    """
     from vllm import SamplingParams
 
     defaults = {"temperature": 0, "detokenize": False, "ignore_eos": True}
-    params = [SamplingParams(max_tokens=4 + i % 9, **defaults) for i in range(len(prompts))]
+    params = [SamplingParams(max_tokens=least + i % 9, **defaults) for i in range(len(prompts))]
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = llm.generate(asked, params, use_tqdm=False, **options)
     for output, param in zip(outputs, params, strict=True):

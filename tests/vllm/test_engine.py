@@ -1,8 +1,11 @@
 """What an engine does with GLA models beside generating, and what it refuses."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +14,16 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_engine import engine, greedy, make_prompts, save_random, short_of_best
 
+from gla_ext.vllm import config
+
 FP32 = 2e-4
+HELPERS = Path(__file__).parents[1] / "helpers"
 CONVOLUTIONS = {"use_short_conv": True}
 HYBRID = {"attn": {"layers": [1], "num_heads": 2}}
 
 
-@pytest.mark.parametrize("options", [CONVOLUTIONS, HYBRID], ids=["plain", "hybrid"])
-def test_preemption(options, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("options", "blocks"), [(CONVOLUTIONS, 24), (HYBRID, 28)])
+def test_preemption(options, blocks, tmp_path, monkeypatch):
     preempted = []
     whole = Scheduler._preempt_request
 
@@ -27,10 +33,10 @@ def test_preemption(options, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Scheduler, "_preempt_request", counted)
     model = save_random(tmp_path, **options)
-    prompts = make_prompts(32, 500)
-    cache = {"enable_prefix_caching": True, "block_size": 64, "max_model_len": 600}
-    with engine(tmp_path, num_gpu_blocks_override=24, **cache) as llm:
-        tokens, _ = greedy(llm, prompts)
+    prompts = make_prompts(32, 300)
+    cache = {"enable_prefix_caching": True, "block_size": 64, "max_model_len": 400}
+    with engine(tmp_path, num_gpu_blocks_override=blocks, **cache) as llm:
+        tokens, _ = greedy(llm, prompts, least=70)
     assert preempted
     assert max(short_of_best(model, prompts, tokens)) < FP32
 
@@ -57,10 +63,10 @@ def test_a_checkpoint_of_2024(tmp_path):
         name = name.replace("embeddings", "embed_tokens").replace(".attn_norm.", ".gla_norm.")
         old[name.replace(".attn.", ".gla.")] = tensor
     save_file(old, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["num_attention_heads"] = config.pop("num_heads")
-    config["rms_norm_eps"] = config.pop("norm_eps")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = json.loads((tmp_path / "config.json").read_text())
+    options["num_attention_heads"] = options.pop("num_heads")
+    options["rms_norm_eps"] = options.pop("norm_eps")
+    (tmp_path / "config.json").write_text(json.dumps(options))
     prompts = make_prompts(16, 200)
     with engine(tmp_path) as llm:
         tokens, _ = greedy(llm, prompts)
@@ -81,8 +87,11 @@ LINEARS = ["attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.g_proj", "attn.o_p
 LINEARS += ["attn.gk_proj.0", "attn.gk_proj.1", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 
 
-def test_lora(tmp_path):
-    """An adapter on every linear map, beside requests without it."""
+def test_lora(tmp_path, monkeypatch):
+    """An adapter on every linear map, as weights to which it is added. On a CPU vLLM is right only
+    where all requests have one.
+    """
+    monkeypatch.setattr(config, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     model = save_random(tmp_path, expand_v=2.0)
     adapter, tensors = tmp_path / "adapter", {}
     adapter.mkdir()
@@ -96,21 +105,19 @@ def test_lora(tmp_path):
             key = f"base_model.model.model.layers.{i}.{name}"
             tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
     save_file(tensors, adapter / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
-    config["target_modules"] = [name.split(".")[-1] for name in LINEARS]
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
+    settings["target_modules"] = [name.split(".")[-1] for name in LINEARS]
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
     with engine(tmp_path, enable_lora=True, max_lora_rank=8) as llm:
-        requests = [LoRARequest("a", 1, str(adapter)) if i % 2 else None for i in range(24)]
-        tokens, _ = greedy(llm, prompts, lora_request=requests)
-    assert max(short_of_best(model, prompts[::2], tokens[::2])) < FP32
-    assert max(short_of_best(model, prompts[1::2], tokens[1::2])) > 0.1
+        tokens, _ = greedy(llm, prompts, lora_request=LoRARequest("a", 1, str(adapter)))
+    assert max(short_of_best(model, prompts, tokens)) > 0.1
     with torch.no_grad():
         for key, b in tensors.items():
             if ".lora_B." in key:
                 name = key.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
                 a = tensors[key.replace("lora_B", "lora_A")]
                 model.get_submodule(name).weight += 2 * b @ a
-    assert max(short_of_best(model, prompts[1::2], tokens[1::2])) < FP32
+    assert max(short_of_best(model, prompts, tokens)) < FP32
 
 
 def eight_bits(x):
@@ -137,14 +144,14 @@ def test_int8(tmp_path):
     eight = {"num_bits": 8, "type": "int", "symmetric": True}
     group = {"targets": ["Linear"], "weights": eight | {"strategy": "channel", "dynamic": False}}
     group["input_activations"] = eight | {"strategy": "token", "dynamic": True}
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {
+    options = json.loads((tmp_path / "config.json").read_text())
+    options["quantization_config"] = {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
         "ignore": ["lm_head", "re:.*gk_proj.*"],
         "config_groups": {"group_0": group},
     }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(options))
     prompts = make_prompts(24, 300)
     with engine(tmp_path) as llm:
         tokens, _ = greedy(llm, prompts)
@@ -170,7 +177,9 @@ def test_tensor_parallel_2(options, tmp_path):
     script, asked, found = (tmp_path / name for name in ("ranks.py", "asked.json", "found.json"))
     script.write_text(RANKS)
     asked.write_text(json.dumps(prompts))
-    subprocess.run([sys.executable, script, tmp_path, asked, found], check=True, timeout=400)
+    environment = os.environ | {"PYTHONPATH": str(HELPERS)}
+    command = [sys.executable, script, tmp_path, asked, found]
+    subprocess.run(command, check=True, timeout=400, env=environment)
     for tokens in json.loads(found.read_text()):
         assert max(short_of_best(model, prompts, tokens)) < FP32
 
@@ -182,7 +191,9 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3
     ("options", "asked", "sentence"),
     [
         ({}, {"speculative_config": DRAFTS}, "speculative decoding is not implemented"),
-        ({}, {"pipeline_parallel_size": 2}, "Pipeline parallelism is not supported"),
+        ({}, {"pipeline_parallel_size": 2}, "pipeline parallelism is not implemented"),
+        ({}, {"enable_lora": True}, "LoRA on a CPU is not implemented"),
+        ({}, {"quantization": "fp8"}, "quantization = fp8 is not implemented"),
         ({}, {"runner": "pooling"}, "pooling is not implemented"),
         ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype = fp8 is not implemented"),
         ({}, {"enable_prompt_embeds": True}, "prompts of embeddings is not implemented"),

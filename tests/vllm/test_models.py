@@ -4,7 +4,6 @@ import pytest
 import torch
 from vllm_engine import engine, greedy, make_prompts, save_random, short_of_best
 
-
 ATTENTION = {"layers": [1], "num_heads": 2}
 # CPU attention takes heads of 32 channels and more.
 MODELS = {
