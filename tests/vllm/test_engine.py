@@ -22,7 +22,7 @@ CONVOLUTIONS = {"use_short_conv": True}
 HYBRID = {"attn": {"layers": [1], "num_heads": 2}}
 
 
-@pytest.mark.parametrize(("options", "blocks"), [(CONVOLUTIONS, 24), (HYBRID, 28)])
+@pytest.mark.parametrize(("options", "blocks"), [(CONVOLUTIONS, 5), (HYBRID, 12)])
 def test_preemption(options, blocks, tmp_path, monkeypatch):
     preempted = []
     whole = Scheduler._preempt_request
@@ -177,7 +177,7 @@ def test_tensor_parallel_2(options, tmp_path):
     script, asked, found = (tmp_path / name for name in ("ranks.py", "asked.json", "found.json"))
     script.write_text(RANKS)
     asked.write_text(json.dumps(prompts))
-    environment = os.environ | {"PYTHONPATH": str(HELPERS)}
+    environment = os.environ | {"PYTHONPATH": str(HELPERS), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     command = [sys.executable, script, tmp_path, asked, found]
     subprocess.run(command, check=True, timeout=400, env=environment)
     for tokens in json.loads(found.read_text()):
