@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from vllm_engine import engine, greedy, make_prompts, save_random, short_of_best
+from vllm_engine import VOCABULARY, engine, greedy, make_prompts, save_random, short_of_best
+
+import gla_ext.hf
 
 ATTENTION = {"layers": [1], "num_heads": 2}
 # CPU attention takes heads of 32 channels and more.
@@ -64,12 +66,34 @@ def test_generate_has_the_same_tokens(options, tmp_path):
         assert expected[0].tolist()[-len(found) :] == found
 
 
-@pytest.mark.parametrize("states", ["auto", "float32"])
+@pytest.mark.parametrize("states", ["auto", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["convolutions", "shared heads", "hybrid"])
-def test_bf16(name, states, tmp_path):
+def test_bf16(name, states, tmp_path, monkeypatch):
     """Each token's logit is near the best that gla_ext has in bf16."""
+    # With these instructions vLLM sets the states back to float32.
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     model = save_random(tmp_path, **MODELS[name], initializer_range=0.05).bfloat16()
     prompts = make_prompts(24, 300)
     with engine(tmp_path, dtype="bfloat16", mamba_ssm_cache_dtype=states) as llm:
+        assert llm.llm_engine.vllm_config.cache_config.mamba_ssm_cache_dtype == states
         tokens, _ = greedy(llm, prompts)
     assert max(short_of_best(model, prompts, tokens)) < 2e-2
+
+
+def test_fp16(tmp_path):
+    model = save_random(tmp_path, **MODELS["convolutions"], initializer_range=0.05).half()
+    prompts = make_prompts(24, 300)
+    with engine(tmp_path, dtype="float16") as llm:
+        tokens, _ = greedy(llm, prompts)
+    assert max(short_of_best(model, prompts, tokens)) < 1e-2
+
+
+def test_a_folder_that_transformers_wrote(tmp_path):
+    sizes = {"hidden_size": 64, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    config = gla_ext.hf.GLAConfig(**sizes, initializer_range=0.2)
+    model = gla_ext.hf.GLAForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    prompts = make_prompts(16, 200)
+    with engine(tmp_path) as llm:
+        tokens, _ = greedy(llm, prompts)
+    assert max(short_of_best(model, prompts, tokens)) < FP32
