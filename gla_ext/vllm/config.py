@@ -69,6 +69,7 @@ def refuse(vllm_config: VllmConfig) -> None:
         "LoRA on a CPU": vllm_config.lora_config is not None and current_platform.is_cpu(),
         "speculative decoding": vllm_config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "data parallelism": parallel.data_parallel_size > 1,
         "context parallelism": context > 1,
         "a transfer of keys and values": vllm_config.kv_transfer_config is not None,
         "pooling": model.runner_type != "generate",
