@@ -7,6 +7,8 @@
 # test-cpus      run `test` three times, as on other processors: with MKL_CBWR=COMPATIBLE, with
 #                ATEN_CPU_CAPABILITY=avx2 and with ATEN_CPU_CAPABILITY=default
 # test-fla       run those beside FLA and transformers again, with the versions FLA and TRANSFORMERS
+# test-vllm      run the tests in the real vLLM on this CPU, with an environment and a build of their
+#                own in VENV-vllm; needs Python 3.12, 7 GB and some minutes
 # test-gpu       check and time the CUDA kernels on this machine's GPU, in some minutes; after `test`
 # sanitize       run the tests of the CPU operators with the address and undefined behaviour
 #                sanitizers, in a build of its own
@@ -37,8 +39,8 @@
 # TRANSFORMERS=  version of transformers for `test-fla`
 # NPROC=         processes of `train` on this machine, one a GPU; by default one
 # TRAIN_ARGS=    arguments for `train`, such as --help
-# PYTEST_ARGS=   arguments for pytest in `test`, `test-cpus`, `test-fla`, `sanitize` and
-#                `test-emulated`
+# PYTEST_ARGS=   arguments for pytest in `sanitize` and the targets whose names begin with `test`,
+#                but `test-gpu`
 # BENCH_ARGS=    arguments for `bench`, such as --help
 # GPU_ARGS=      arguments for `test-gpu`, such as --help
 
@@ -67,14 +69,15 @@ cuda := $(or $(strip $(foreach name,FORCE_CUDA TORCH_CUDA_ARCH_LIST GLA_EXT_CUDA
 venv_stamp := $(VENV)/.python-$(python)
 deps_stamp := $(VENV)/.deps-$(call checksum,$(python) $(TORCH))
 fla_stamp := $(VENV)/fla/.done-$(call checksum,$(python) $(TORCH) $(FLA) $(TRANSFORMERS))
+vllm_stamp := $(VENV)-vllm/.done
 docs_stamp := $(VENV)/.docs-$(python)
 built_stamp := .build/.built-$(call checksum,$(VENV) $(python) $(TORCH) $(subst ','\'',$(cuda)))
 sources_in = $(shell find $(1) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 cpp_files := $(call sources_in,csrc tests/cpp examples)
 emulator_files := $(call sources_in,tests/emulator)
 
-.PHONY: build train test test-all test-cpus test-fla test-gpu sanitize test-emulated bench ctest archs wheel wheels \
-	docs lint format clean help
+.PHONY: build train test test-all test-cpus test-fla test-vllm test-gpu sanitize test-emulated bench \
+	ctest archs wheel wheels docs lint format clean help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -98,6 +101,11 @@ test-cpus: $(built_stamp)
 
 test-fla: $(fla_stamp)
 	@OMP_NUM_THREADS=1 $(VENV)/fla/bin/python -m pytest -n 2 tests/fla tests/hf $(PYTEST_ARGS)
+
+# gla_ext is installed there, not linked: gla_ext/_C here is built for another torch.
+test-vllm: $(vllm_stamp)
+	@FORCE_CUDA=0 $(VENV)-vllm/bin/pip install --quiet --no-build-isolation --no-deps .
+	@OMP_NUM_THREADS=1 $(VENV)-vllm/bin/pytest --confcutdir tests/vllm tests/vllm $(PYTEST_ARGS)
 
 test-emulated: $(built_stamp)
 	@OMP_NUM_THREADS=1 $(py) tests/emulator/run.py -m pytest -p emulated -n 2 \
@@ -186,6 +194,11 @@ $(fla_stamp): $(built_stamp)
 		> "$$($(VENV)/fla/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first.pth"
 	@$(VENV)/fla/bin/python -m pip --disable-pip-version-check install --quiet \
 		'transformers==$(TRANSFORMERS)' 'flash-linear-attention==$(FLA)' 'fla-core==$(FLA)'
+	@touch $@
+
+$(vllm_stamp): tests/vllm/requirements.txt
+	@python=$$(.ci/preflight $(or $(PYTHON),python3.12)) && "$$python" -m venv --clear $(VENV)-vllm
+	@$(VENV)-vllm/bin/pip --disable-pip-version-check install --quiet --no-deps -r $<
 	@touch $@
 
 $(docs_stamp): $(venv_stamp) pyproject.toml

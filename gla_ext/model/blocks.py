@@ -68,15 +68,19 @@ class GLAMLP(nn.Module):
         lay_side_by_side([self.gate_proj, self.up_proj])
 
 
+def gla_options(config: GLAConfig) -> dict[str, Any]:
+    """The options of a model's `GatedLinearAttention` layers."""
+    options = {name: getattr(config, name) for name in _LAYER_OPTIONS}
+    return options | {"mode": config.attn_mode, "gate_fn": config.hidden_act}
+
+
 def _token_mixer(config: GLAConfig, layer_idx: int) -> GatedLinearAttention | Attention:
     """The layer that mixes a block's tokens: attention if config.attn lists the block, else GLA."""
     spec = config.attention_of(layer_idx)
     if spec is not None:
         options = {name: spec[name] for name in ATTENTION_OPTIONS}
         return Attention(config.hidden_size, layer_idx=layer_idx, **options)
-    options = {name: getattr(config, name) for name in _LAYER_OPTIONS}
-    options |= {"mode": config.attn_mode, "gate_fn": config.hidden_act}
-    return GatedLinearAttention(layer_idx=layer_idx, **options)
+    return GatedLinearAttention(layer_idx=layer_idx, **gla_options(config))
 
 
 class GLABlock(nn.Module):

@@ -64,9 +64,9 @@ def code(path: str) -> str:
 ROOMS = {
     "chunk_gla": (["csrc/chunk_gla", "csrc/cpu", "csrc/cuda"], ["chunk.py", "pool.py"], 14),
     "recurrent_gla": (["csrc/recurrent_gla"], ["recurrent.py"], 5),
-    "short_convolution": (["csrc/short_convolution"], ["short_convolution.py"], 7),
+    "short_convolution": (["csrc/short_convolution"], ["short_convolution.py"], 8),
     "rms_norm": (["csrc/rms_norm"], ["rms_norm.py"], 6),
-    "swiglu": (["csrc/swiglu"], ["swiglu.py"], 6),
+    "swiglu": (["csrc/swiglu"], ["swiglu.py"], 7),
     "cross_entropy": (["csrc/cross_entropy"], ["cross_entropy.py"], 5),
     "gate_projection": (["csrc/gate_projection"], ["gate_projection.py"], 4),
     "joint_projection": (["csrc/joint_projection"], ["joint_projection.py"], 1),
@@ -175,7 +175,7 @@ def test_few_files_branch_on_a_context_or_on_batch_invariance():
 
 # Arrows.
 CORE = {"ops", "layers", "model", "cache", "decode", "distributed"}
-GUESTS = {"train", "serve", "fla", "hf"}
+GUESTS = {"train", "serve", "fla", "hf", "vllm"}
 
 
 def package_of(module: str) -> str:
