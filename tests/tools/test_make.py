@@ -79,7 +79,8 @@ class Make:
     def run(self, *arguments: str) -> subprocess.CompletedProcess:
         self.log.write_text("")
         arguments = ("PYTHON=python3", *arguments)
-        return run("make", *arguments, cwd=self.tree, PATH=self.path, CXX="c++")
+        unset = dict.fromkeys(("FORCE_CUDA", "TORCH_CUDA_ARCH_LIST", "GLA_EXT_CUDA_ARCHS"), "")
+        return run("make", *arguments, cwd=self.tree, PATH=self.path, CXX="c++", **unset)
 
     def __call__(self, *arguments: str) -> str:
         """What Python was called for, other than questions about itself."""
