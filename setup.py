@@ -8,8 +8,7 @@ torch from MIN_TORCH on, what is compiled fits one minor version. Environment va
     GLA_EXT_LOCAL_VERSION: 1 adds torch and CUDA to the version, 0.3.0+torch2.11.cu130. Default 1,
         but 0 in an unpacked sdist: pip refuses a wheel of another version than the sdist's name.
     GLA_EXT_WERROR_SPILLS: 1 fails where a CUDA kernel spills registers; for CI, not for users.
-    GLA_EXT_SANITIZE: 1 builds with the address and undefined behaviour sanitizers, which `make
-        sanitize` loads.
+    GLA_EXT_SANITIZE: 1 builds with the sanitizers that `make sanitize` loads.
 """
 
 import os
@@ -46,20 +45,15 @@ CPU_CAPABILITY_FLAGS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
 }
 # torch's vector headers warn by the hundred under -Wall.
-KERNEL_WARNINGS = [
-    "-Wno-unknown-pragmas",
-    "-Wno-maybe-uninitialized",
-    "-Wno-aggressive-loop-optimizations",
-]
-LINK_FLAGS = ["-fopenmp"]
+KERNEL_WARNINGS = ["-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"]
+KERNEL_WARNINGS += ["-Wno-aggressive-loop-optimizations"]
+SANITIZED = os.environ.get("GLA_EXT_SANITIZE") == "1"
+SANITIZE = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g1"] * SANITIZED
+LINK_FLAGS = ["-fopenmp", *SANITIZE]
 if platform.machine() == "x86_64" and platform.libc_ver()[0] == "glibc":
     # See csrc/common/glibc.cpp.
     LINK_FLAGS.append("-Wl,--wrap=exp,--wrap=exp2,--wrap=log,--wrap=log2,--wrap=pow")
-CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall"]
-SANITIZED = os.environ.get("GLA_EXT_SANITIZE") == "1"
-if SANITIZED:
-    LINK_FLAGS.append("-fsanitize=address,undefined")
-    CXX_FLAGS += [LINK_FLAGS[-1], "-fno-omit-frame-pointer", "-g1"]
+CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall", *SANITIZE]
 NVCC_FLAGS = ["-O3"]
 COMPRESS = "--compress-mode=size"  # nvcc knows it from 12.8 on
 SPILLS_ARE_ERRORS = ["-Xptxas", "-warn-spills", "-Xptxas", "-Werror"]
@@ -280,15 +274,13 @@ def make_extension() -> tuple[Extension, dict[str, object]]:
         archs = cuda_archs(dict(os.environ), torch.version.cuda, visible)
         os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(archs)
         message = f"{message} For {', '.join(archs)}."
-        macros = [
-            f'-DGLA_EXT_CUDA="{torch.version.cuda}"',
-            f'-DGLA_EXT_CUDA_ARCHS="{";".join(archs)}"',
-        ]
+        macros = [f'-DGLA_EXT_CUDA="{torch.version.cuda}"']
+        macros += [f'-DGLA_EXT_CUDA_ARCHS="{";".join(archs)}"']
         nvcc = nvcc_flags(dict(os.environ), nvcc_release(find_nvcc()))
     compiled = files["common"] + (files["cuda"] if with_cuda else [])
     capabilities = cpu_capabilities(platform.machine())
     count = len(compiled) + len(files["kernels"]) * len(capabilities)
-    print(f"{message} {count} files.", file=sys.stderr)
+    print(message, f"{count} files.", file=sys.stderr)
     extension = (CUDAExtension if with_cuda else CppExtension)(
         "gla_ext._C",
         compiled,

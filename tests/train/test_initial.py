@@ -44,15 +44,6 @@ def test_flags_override_a_preset(folder, tmp_path, capsys):
     assert "expected --" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, texts):
-    """The text of a run, and its folder."""
-    folder, out = (tmp_path_factory.mktemp("finished") / name for name in ("text", "out"))
-    texts(folder)
-    run("--data", folder, "--out", out, *TINY)
-    return folder, out
-
-
 SIZES = ("--hidden-size", "--layers", "--heads")
 
 

@@ -178,15 +178,6 @@ def test_resume_without_a_checkpoint_starts(folder, tmp_path, capsys):
     assert checkpoint(tmp_path / "out")[1]["step"] == 6
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, texts):
-    """The text of a run, and its folder."""
-    folder, out = (tmp_path_factory.mktemp("finished") / name for name in ("text", "out"))
-    texts(folder)
-    run("--data", folder, "--out", out, *TINY)
-    return folder, out
-
-
 @pytest.fixture
 def out(finished, tmp_path):
     """A copy of the finished run."""

@@ -30,8 +30,12 @@ MODELS = {
     "hybrid, window": {"attn": ATTENTION | {"window_size": 40}, "num_hidden_layers": 3},
     "hybrid, all": {
         "attn": {"layers": [0, 2], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True},
-        "num_hidden_layers": 4, "hidden_size": 128, "use_short_conv": True,
-        "num_heads": 4, "num_kv_heads": 2, "tie_word_embeddings": True,
+        "num_hidden_layers": 4,
+        "hidden_size": 128,
+        "use_short_conv": True,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "tie_word_embeddings": True,
     },
 }
 FP32 = 2e-4
