@@ -17,19 +17,10 @@ from gla_ext.decode._loop import check_place, place_of
 from gla_ext.decode._prompts import CHUNK
 from gla_ext.decode.language_model import LanguageModel
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
-from gla_ext.serve.choice import choose, log_probabilities
+from gla_ext.serve.choice import Adjustments, Draw, choose, log_probabilities
 from gla_ext.serve.prompts import Packed, Piece, PromptGraphs, Size, lay_out
+from gla_ext.serve.request import Request
 from gla_ext.serve.rows import RowCache, StateRows
-
-
-@dataclasses.dataclass(frozen=True)
-class Draw:
-    """How to draw the next token of a row: the options of `choice.choose`."""
-
-    uniform: float = 0.0
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
 
 
 class Batch:
@@ -79,6 +70,7 @@ class Batch:
         with torch.inference_mode(False), torch.no_grad():
             self.tokens = torch.zeros(self._rows, dtype=torch.long, device=device)
             self._logits = torch.zeros(taken, vocab_size, device=device)
+            self._adjustments = Adjustments(self._rows, vocab_size, device)
             states = self._make_states(taken, state_dtype, checkpoint_bytes)
             self.checkpoints = range(taken, states.batch_size)
             layers = _layers_of(model)
@@ -199,6 +191,10 @@ class Batch:
             ).logits[0]
         self._logits.index_copy_(0, packed.rows, logits.float())
 
+    def begin(self, row: int, request: Request) -> None:
+        """Prepares a row for the draws of a request."""
+        self._adjustments.begin(row, request)
+
     @torch.no_grad()
     def draw(self, draws: dict[int, Draw], with_logprobs: bool) -> Callable[[], Drawn]:
         """Draws the next token of the given rows from the stored logits.
@@ -208,20 +204,23 @@ class Batch:
         """
         size = max(self._size([*draws]), 2)
         logits, tokens = self._logits[:size], self.tokens[:size]
+        adjusted = self._adjustments.apply(logits, draws)
         if all(draw.temperature == 0 for draw in draws.values()):
-            largest, chosen = logits.max(-1)
+            largest, chosen = adjusted.max(-1)
         else:
             every = [draws.get(row, Draw()) for row in range(size)]
-            options = [[draw.uniform for draw in every], [draw.temperature for draw in every]]
-            options.append([draw.top_p for draw in every])
-            uniform, temperature, top_p = torch.tensor(options).to(tokens.device, non_blocking=True)
+            names = ("uniform", "temperature", "top_p", "min_p")
+            options = torch.tensor([[getattr(draw, name) for draw in every] for name in names])
+            uniform, temperature, top_p, min_p = options.to(tokens.device, non_blocking=True)
             top_k = None
             if any(draw.top_k is not None or draw.top_p < 1 for draw in draws.values()):
                 most = logits.shape[-1]
                 ranks = [most if draw.top_k is None else min(draw.top_k, most) for draw in every]
                 top_k = torch.tensor(ranks).to(tokens.device, non_blocking=True)
-            chosen, largest = choose(logits, uniform, temperature, top_k, top_p)
+            least = min_p if any(draw.min_p > 0 for draw in draws.values()) else None
+            chosen, largest = choose(adjusted, uniform, temperature, top_k, top_p, least)
         tokens.copy_(chosen)
+        self._adjustments.drew(tokens, draws)
         found = [tokens, largest, *(log_probabilities(logits, tokens) if with_logprobs else ())]
         return _fetch(found)
 

@@ -18,7 +18,8 @@ from gla_ext.decode.language_model import LanguageModel
 from gla_ext.decode.sampling import read_end_tokens
 from gla_ext.layers.attention import Attention
 from gla_ext.ops.chunk import batch_invariant, is_batch_invariant
-from gla_ext.serve.batch import Batch, Draw, Drawn
+from gla_ext.serve.batch import Batch, Drawn
+from gla_ext.serve.choice import Draw
 from gla_ext.serve.metrics import Metrics
 from gla_ext.serve.prefix import PrefixCache
 from gla_ext.serve.request import Delta, Limits, Request, TokenLogprob
@@ -105,7 +106,7 @@ class Engine:
         if any(isinstance(module, Attention) for module in model.modules()):
             raise NotImplementedError(
                 "Engine: a model with attention layers is not implemented, whose keys and values "
-                "grow; Decoder runs it"
+                "grow; 'vllm serve FOLDER' serves it, and Decoder runs it"
             )
         _check_mode(model)
         self.model, self.tokenizer = model, tokenizer
@@ -203,10 +204,9 @@ class Engine:
             )
         vocab_size = self.model.config.vocab_size
         tokens = torch.frombuffer(request.tokens, dtype=torch.long)  # fast also for 100,000 tokens
-        lowest, highest = (x.item() for x in torch.aminmax(tokens))
-        if lowest < 0 or highest >= vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"expected tokens from 0 to {vocab_size - 1}, got {wrong}")
+        for token in (*(x.item() for x in torch.aminmax(tokens)), *request.logit_bias):
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"expected tokens from 0 to {vocab_size - 1}, got {token}")
         if request.stop and self.tokenizer is None:
             raise ValueError("expected a tokenizer for stop strings, got none")
 
@@ -339,7 +339,9 @@ class Engine:
             request = sequence.request
             temperature = sequence.temperature
             uniform = sequence.next_uniform() if temperature > 0 else 0.0
-            draws[sequence.row] = Draw(uniform, temperature, request.top_k, request.top_p)
+            draws[sequence.row] = Draw.of(request, uniform, temperature)
+            if sequence.drew == 0:
+                self._batch.begin(sequence.row, request)
             sequence.drew += 1
         wanted = any(sequence.request.logprobs is not None for sequence in sequences)
         self._under_way.append((sequences, self._batch.draw(draws, wanted)))

@@ -6,13 +6,16 @@ import dataclasses
 import operator
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import SupportsFloat
 
 from gla_ext.decode.sampling import Sampling, check_int, is_int
-from gla_ext.serve.choice import MOST_LOGPROBS
 
+MOST_LOGPROBS = 20  # limit of the most probable tokens in a reply, with log-probabilities
 MOST_STOPS = 16
 LONGEST_STOP = 256  # characters
+MOST_BIASED = 1024  # tokens with a logit bias
+NO_PENALTIES = (1.0, 0.0, 0.0)  # see Request.penalties
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +62,13 @@ class Limits:
 _MAY_BE_ZERO = ("waiting", "cache_bytes")
 
 
+def _check_number(name: str, value: object, least: float, most: float) -> None:
+    if not isinstance(value, SupportsFloat):
+        raise TypeError(f"Request: expected {name} to be a number, got {value!r}")
+    if not least <= value <= most:
+        raise ValueError(f"Request: expected {name} from {least} to {most}, got {value}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """One continuation of one prompt.
@@ -73,6 +83,15 @@ class Request:
             drawn, at most 20. Default: None (no log-probabilities).
         ignore_eos: go on after the model's eos_token_id. Default: False.
         skip_special_tokens: leave the tokenizer's special tokens out of the text. Default: True.
+        min_p: from 0 to 1; leave out tokens whose probability, after temperature, is below min_p
+            times the largest one. top_k and top_p then choose among the others. Default: 0.0.
+        repetition_penalty: from 0.01 to 100; divides the logits above 0 of tokens that the prompt
+            or the text so far has, and multiplies those below 0. Default: 1.0 (none).
+        presence_penalty, frequency_penalty: from -2 to 2; subtracted from the logits of tokens that
+            the text so far has, the first once, the second as often as the text has the token.
+            Default: 0.0.
+        logit_bias: numbers from -100 to 100 by token, at most 1,024 tokens, added to their logits
+            before the penalties. Default: none.
 
     Raises:
         TypeError: for options of another type.
@@ -89,6 +108,11 @@ class Request:
     logprobs: int | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         Sampling(self.temperature, self.top_k, self.top_p)
@@ -99,6 +123,19 @@ class Request:
         if len(self.tokens) < 1:
             raise ValueError("Request: expected a prompt of at least one token, got none")
         check_int("Request", "max_new_tokens", self.max_new_tokens, 1)
+        _check_number("min_p", self.min_p, 0, 1)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        _check_number("presence_penalty", self.presence_penalty, -2, 2)
+        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        if len(self.logit_bias) > MOST_BIASED:
+            raise ValueError(
+                f"Request: expected logit_bias of at most {MOST_BIASED} tokens, got "
+                f"{len(self.logit_bias)}"
+            )
+        for token, value in self.logit_bias.items():
+            if not is_int(token):
+                raise TypeError(f"Request: expected tokens of logit_bias to be ints, got {token!r}")
+            _check_number("logit_bias", value, -100, 100)
         if self.seed is not None and (not is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
             raise ValueError(f"Request: expected seed to be an int of 64 bits, got {self.seed!r}")
         if isinstance(self.stop, str) or not all(isinstance(stop, str) for stop in self.stop):
@@ -115,6 +152,11 @@ class Request:
             raise ValueError(
                 f"Request: expected logprobs from 0 to {MOST_LOGPROBS}, got {self.logprobs!r}"
             )
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        """Those of repetition, presence and frequency."""
+        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
 
     def seed_or_random(self) -> int:
         """A seed in the range that torch accepts."""

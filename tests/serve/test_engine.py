@@ -257,7 +257,7 @@ def test_models_that_it_does_not_run():
     with pytest.raises(ValueError, match="Engine: expected a model on a CUDA device with cuda_gr"):
         Engine(make_model(), cuda_graph=True)
     attention = {"layers": [1], "num_heads": 2, "num_kv_heads": 2, "window_size": None}
-    with pytest.raises(NotImplementedError, match="attention layers"):
+    with pytest.raises(NotImplementedError, match="grow; 'vllm serve FOLDER' serves it"):
         Engine(make_model(attn=attention))
 
 

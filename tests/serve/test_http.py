@@ -178,7 +178,7 @@ BAD = [
     ({"prompt": "a", "stream": 1}, "expected stream to be true or false, got 1"),
     ({"prompt": "a", "stream_options": {"x": 1}}, "expected stream_options to be include_usage"),
     ({"prompt": "a", "echo": True}, "expected echo to be false, as it is not implemented"),
-    ({"prompt": "a", "presence_penalty": 1}, "expected presence_penalty to be 0"),
+    ({"prompt": "a", "suffix": "b"}, "expected suffix to be null, as it is not implemented"),
     ({"prompt": "a", "beams": 2}, "expected names among model, prompt"),
 ]
 

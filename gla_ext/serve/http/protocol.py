@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from math import isfinite
@@ -77,6 +78,15 @@ def _is_stop(value: Any) -> bool:
     )
 
 
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_bias(value: Any) -> bool:
+    names = isinstance(value, dict) and all(re.fullmatch(r"\d{1,18}", name) for name in value)
+    return names and all(map(_is_number, value.values()))
+
+
 def _is_nothing(value: Any) -> bool:
     """Whether an option that is not implemented has a value without effect: 0, empty or false."""
     return value in (0, "", False) or value == {}
@@ -92,20 +102,25 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "n": (is_int, "an int"),
     "best_of": (is_int, "an int"),
     "stream": (_is_bool, "true or false"),
-    "stream_options": (lambda x: isinstance(x, dict), "an object"),
+    "stream_options": (_is_object, "an object"),
     "logprobs": (is_int, "an int"),
     "stop": (_is_stop, "a string or a list of strings"),
     "seed": (is_int, "an int"),
     "ignore_eos": (_is_bool, "true or false"),
     "skip_special_tokens": (_is_bool, "true or false"),
     "user": (lambda x: isinstance(x, str), "a string"),
+    "metadata": (_is_object, "an object"),
+    "min_p": (_is_number, "a number"),
+    "repetition_penalty": (_is_number, "a number"),
+    "presence_penalty": (_is_number, "a number"),
+    "frequency_penalty": (_is_number, "a number"),
+    "logit_bias": (_is_bias, "an object of numbers, whose names are tokens"),
+    "max_completion_tokens": (is_int, "an int"),
     "echo": (_is_nothing, "false, as it is not implemented"),
     "suffix": (_is_nothing, "null, as it is not implemented"),
-    "logit_bias": (_is_nothing, "empty, as it is not implemented"),
-    "presence_penalty": (_is_nothing, "0, as it is not implemented"),
-    "frequency_penalty": (_is_nothing, "0, as it is not implemented"),
 }
 _OURS = ("temperature", "top_p", "top_k", "logprobs", "seed", "ignore_eos", "skip_special_tokens")
+_OURS += ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def read(body: bytes, model: str) -> Completion:
@@ -129,8 +144,14 @@ def read(body: bytes, model: str) -> Completion:
         message = f"expected stream_options to be include_usage alone, got {short(streaming)}"
         raise RefusedError(400, message)
     options = {name: value for name, value in given.items() if name in _OURS}
-    if "max_tokens" in given:
-        options["max_new_tokens"] = given["max_tokens"]
+    counts = {given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
+    if len(counts) > 1:
+        message = "expected max_tokens and max_completion_tokens to be the same, got two numbers"
+        raise RefusedError(400, message, None, "max_tokens")
+    if counts:
+        options["max_new_tokens"] = counts.pop()
+    bias = given.get("logit_bias", {})
+    options["logit_bias"] = {int(token): value for token, value in bias.items()}
     stop = given.get("stop", [])
     options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     return Completion(prompts, n, given.get("stream", False), usage, options)
