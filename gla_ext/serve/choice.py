@@ -144,10 +144,12 @@ def _invert(p: Tensor, uniform: Tensor) -> Tensor:
     return passed.int().argmax(-1)
 
 
-def log_probabilities(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of the tokens drawn, `[B]`, and those of the MOST_LOGPROBS most probable
-    tokens, `[B, n]`, with their ids; all before temperature, top_k and top_p.
+def log_probabilities(
+    logits: Tensor, tokens: Tensor, count: int = MOST_LOGPROBS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the tokens, `[B]`, and those of the `count` most probable tokens, `[B,
+    n]`, with their ids; all of the model's own logits.
     """
     logits = logits - logits.logsumexp(-1, keepdim=True)
-    best, ids = logits.topk(min(MOST_LOGPROBS, logits.shape[-1]))
+    best, ids = logits.topk(min(count, logits.shape[-1]))
     return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), best, ids

@@ -9,6 +9,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import SupportsFloat
 
+import torch
+
 from gla_ext.decode.sampling import Sampling, check_int, is_int
 
 MOST_LOGPROBS = 20  # limit of the most probable tokens in a reply, with log-probabilities
@@ -58,6 +60,24 @@ class Limits:
                 f"{self.checkpoint_tokens}"
             )
 
+    def check(self, request: Request, vocab_size: int) -> None:
+        """Raises ValueError for a request over the limits, or with tokens outside of the
+        vocabulary.
+        """
+        if len(request.tokens) > self.prompt_tokens:
+            raise ValueError(
+                f"expected a prompt of at most {self.prompt_tokens} tokens, got "
+                f"{len(request.tokens)}"
+            )
+        if request.max_new_tokens > self.new_tokens:
+            raise ValueError(
+                f"expected at most {self.new_tokens} new tokens, got {request.max_new_tokens}"
+            )
+        tokens = torch.frombuffer(request.tokens, dtype=torch.long)  # fast also for 100,000 tokens
+        for token in (*(x.item() for x in torch.aminmax(tokens)), *request.logit_bias):
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"expected tokens from 0 to {vocab_size - 1}, got {token}")
+
 
 _MAY_BE_ZERO = ("waiting", "cache_bytes")
 
@@ -75,7 +95,7 @@ class Request:
 
     Args:
         tokens: the prompt, at least one token.
-        max_new_tokens: most tokens to draw, at least 1. Default: 16.
+        max_new_tokens: most tokens to draw; 0 only reads the prompt. Default: 16.
         temperature, top_k, top_p: as in `gla_ext.decode.Sampling`.
         seed: determines the draws, together with the logits. Default: None (another one each time).
         stop: the text ends before the first of these strings. Default: none.
@@ -92,6 +112,8 @@ class Request:
             Default: 0.0.
         logit_bias: numbers from -100 to 100 by token, at most 1,024 tokens, added to their logits
             before the penalties. Default: none.
+        prompt_logprobs: as logprobs, for the tokens of the prompt but the first. Such a prompt does
+            not start from the prefix cache. Default: None.
 
     Raises:
         TypeError: for options of another type.
@@ -113,6 +135,7 @@ class Request:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         Sampling(self.temperature, self.top_k, self.top_p)
@@ -122,7 +145,7 @@ class Request:
             raise TypeError(f"Request: expected tokens to be ints, got {error}") from error
         if len(self.tokens) < 1:
             raise ValueError("Request: expected a prompt of at least one token, got none")
-        check_int("Request", "max_new_tokens", self.max_new_tokens, 1)
+        check_int("Request", "max_new_tokens", self.max_new_tokens, 0)
         _check_number("min_p", self.min_p, 0, 1)
         _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _check_number("presence_penalty", self.presence_penalty, -2, 2)
@@ -146,12 +169,12 @@ class Request:
             )
         if not all(1 <= len(stop) <= LONGEST_STOP for stop in self.stop):
             raise ValueError(f"Request: expected stop strings of 1 to {LONGEST_STOP} characters")
-        if self.logprobs is not None and not (
-            is_int(self.logprobs) and 0 <= self.logprobs <= MOST_LOGPROBS
-        ):
-            raise ValueError(
-                f"Request: expected logprobs from 0 to {MOST_LOGPROBS}, got {self.logprobs!r}"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not (is_int(count) and 0 <= count <= MOST_LOGPROBS):
+                raise ValueError(
+                    f"Request: expected {name} from 0 to {MOST_LOGPROBS}, got {count!r}"
+                )
 
     @property
     def penalties(self) -> tuple[float, float, float]:
@@ -168,7 +191,8 @@ class Request:
 class TokenLogprob:
     """The log-probability of a token, and those of the most probable tokens, by token.
 
-    offset: characters of new text before the token, including those that are not shown yet.
+    offset: characters of new text before the token, including those that are not shown yet; 0 for
+    tokens of a prompt.
     """
 
     token: int
@@ -184,6 +208,8 @@ class Delta:
     text: text of these tokens and of earlier ones that was held back; empty without a tokenizer.
     tokens: the tokens drawn, without the eos_token_id that ended the sequence.
     logprobs: one for each token, if requested.
+    prompt_logprobs: in the first delta, one for each token of the prompt but the first, if
+    requested.
     finish_reason: 'stop', 'length', 'cancelled', 'refresh' (`Engine.refresh` ended it), 'error', or
     None (the sequence continues).
     error: with finish_reason 'error', what went wrong if only this sequence failed.
@@ -192,5 +218,6 @@ class Delta:
     text: str = ""
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
