@@ -171,15 +171,16 @@ BAD = [
     (b'{"prompt": "a", "temperature": 1e999}', "expected temperature to be a number, got inf"),
     ({"prompt": "a", "top_k": 1.5}, "expected top_k to be an int, got 1.5"),
     ({"prompt": "a", "seed": 10**30}, "expected seed to be an int of 64 bits"),
-    ({"prompt": "a", "n": 0}, "of at least 1, got n = 0"),
-    ({"prompt": "a", "n": 2, "best_of": 3}, "expected n = best_of"),
+    ({"prompt": "a", "n": 0}, "expected n of at least 1, got 0"),
+    ({"prompt": "a", "n": 2, "best_of": 3}, "expected best_of to be n = 2"),
     ({"prompt": "a", "n": 1000}, "expected at most 256 choices, got 1 prompts of 1000"),
     ({"prompt": "a", "stop": [1]}, "expected stop to be a string or a list of strings, got [1]"),
     ({"prompt": "a", "stream": 1}, "expected stream to be true or false, got 1"),
     ({"prompt": "a", "stream_options": {"x": 1}}, "expected stream_options to be include_usage"),
-    ({"prompt": "a", "echo": True}, "expected echo to be false, as it is not implemented"),
-    ({"prompt": "a", "suffix": "b"}, "expected suffix to be null, as it is not implemented"),
-    ({"prompt": "a", "beams": 2}, "expected names among model, prompt"),
+    ({"prompt": "a", "echo": 1}, "expected echo to be true or false, got 1"),
+    ({"prompt": ["a" * 999] * 3, "echo": True, "logprobs": 0}, "most 2000 tokens of all prompts"),
+    ({"prompt": "a", "suffix": "b"}, "expected suffix to be '' or null, as it is not implemented"),
+    ({"prompt": "a", "beams": 2}, "expected names among model, max_tokens"),
 ]
 
 

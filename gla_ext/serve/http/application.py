@@ -21,7 +21,9 @@ from starlette.routing import Route
 from gla_ext.decode import ChangedError
 from gla_ext.serve.engine import ClosedError, Deltas, Engine, FullError
 from gla_ext.serve.http import protocol
-from gla_ext.serve.http.protocol import Completion, RefusedError
+from gla_ext.serve.http.choices import Echo, Names, TextChoice
+from gla_ext.serve.http.fields import RefusedError, short
+from gla_ext.serve.http.protocol import Completion
 from gla_ext.serve.http.reply import Reply
 from gla_ext.serve.sequence import Sequence
 from gla_ext.serve.worker import Worker
@@ -108,6 +110,10 @@ class Application:
         body = await self._read_body(request)
         asked = protocol.read(body, self.options.name)
         prompts = [await self._tokens(prompt) for prompt in asked.prompts]
+        most, count = self.engine.limits.prompt_tokens, sum(map(len, prompts)) * asked.n
+        if asked.is_scored and count > most:
+            message = f"expected at most {most} tokens of all prompts with echo and logprobs, got "
+            raise RefusedError(400, f"{message}{count}")
         try:
             sequences = self._worker.submit(*asked.requests(prompts))
         except FullError as error:
@@ -123,8 +129,15 @@ class Application:
     def _reply(self, asked: Completion, sequences: list[Sequence]) -> Reply:
         inbox: asyncio.Queue = asyncio.Queue()
         self._inboxes |= dict.fromkeys(sequences, inbox)
-        ident, tokenizer = f"cmpl-{secrets.token_hex(12)}", self.engine.tokenizer
-        args = (ident, self.options.name, asked, sequences, tokenizer, inbox)
+        names, wanted = Names(self.engine.tokenizer), asked.options.get("logprobs") is not None
+        choices = {}
+        for index, sequence in enumerate(sequences):
+            request, echo = sequence.request, None
+            if asked.echo:
+                prompt = asked.prompts[index // asked.n]
+                echo = Echo(prompt, request.tokens, request.skip_special_tokens)
+            choices[sequence] = TextChoice(index, names, wanted, echo)
+        args = (f"cmpl-{secrets.token_hex(12)}", self.options.name, asked, choices, inbox)
         return Reply(*args, self.options.write_seconds, self._leave, self._count)
 
     def _count(self, status: int) -> None:
@@ -183,7 +196,7 @@ class Application:
         """GET /v1/models/NAME."""
         name = request.path_params["name"]
         if name != self.options.name:
-            message = f"expected {self.options.name!r}, got {protocol.short(name)}"
+            message = f"expected {self.options.name!r}, got {short(name)}"
             raise RefusedError(404, message, "model_not_found")
         return JSONResponse(self._model())
 

@@ -11,10 +11,10 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from gla_ext.serve.http import protocol
-from gla_ext.serve.http.protocol import Choice, Completion, RefusedError
+from gla_ext.serve.http.choices import TextChoice, head, usage_of
+from gla_ext.serve.http.fields import RefusedError
+from gla_ext.serve.http.protocol import Completion
 from gla_ext.serve.sequence import Sequence
-from gla_ext.serve.text import Tokenizer
 
 logger = logging.getLogger("gla_ext.serve")
 
@@ -24,8 +24,7 @@ class Reply(Response):
 
     Args:
         ident, model, asked: id of the reply, name of the model, and the request.
-        sequences: the sequences of its choices.
-        tokenizer: gives the names of tokens; may be None.
+        choices: its choices, by sequence.
         inbox: queue of new (sequence, delta) pairs.
         write_seconds: time limit for the client to receive the data that is sent to it.
         leave: called with each unfinished sequence if the client leaves.
@@ -37,22 +36,17 @@ class Reply(Response):
         ident: str,
         model: str,
         asked: Completion,
-        sequences: list[Sequence],
-        tokenizer: Tokenizer | None,
+        choices: dict[Sequence, TextChoice],
         inbox: asyncio.Queue,
         write_seconds: float,
         leave: Callable[[Sequence], None],
         began: Callable[[int], None],
     ) -> None:
         super().__init__()
-        self._head, self._asked, self._began = protocol.head(ident, model), asked, began
-        self._sequences, self._inbox = sequences, inbox
+        self._head, self._asked, self._began = head(ident, model), asked, began
+        self._choices, self._inbox = choices, inbox
         self._write_seconds, self._leave = write_seconds, leave
-        wanted = asked.options.get("logprobs") is not None
-        self._choices = {
-            sequence: Choice(index, tokenizer, wanted) for index, sequence in enumerate(sequences)
-        }
-        self._going = set(sequences)
+        self._going = set(choices)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._stream(send) if self._asked.stream else self._whole(scope, receive, send)
@@ -80,18 +74,21 @@ class Reply(Response):
                 self._going.discard(sequence)
             if delta.finish_reason in ("error", "cancelled"):
                 return found, RefusedError(500, delta.error or "the engine has failed")
-            found.append(self._choices[sequence].render(delta))
+            render = self._choices[sequence].render
+            # A prompt may be long, and its tokens are decoded one by one.
+            echoes = self._asked.echo
+            found.append(await asyncio.to_thread(render, delta) if echoes else render(delta))
         return found, None
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        came: dict[int, list[dict[str, Any]]] = {n: [] for n in range(len(self._sequences))}
+        came: dict[int, list[dict[str, Any]]] = {n: [] for n in range(len(self._choices))}
         while self._going:
             found, failed = await self._next()
             if failed is not None:
                 raise failed
             for choice in found:
                 came[choice["index"]].append(choice)
-        choices = [protocol.merged(found) for found in came.values()]
+        choices = [TextChoice.merged(found) for found in came.values()]
         response = JSONResponse(self._head | {"choices": choices, "usage": self._usage()})
         self._began(200)
         await response(scope, receive, send)
@@ -122,11 +119,12 @@ class Reply(Response):
 
     def _usage(self) -> dict[str, Any]:
         # A prompt counts once, however many choices it has.
-        prompts = self._sequences[:: self._asked.n]
-        return protocol.usage_of(
+        sequences = [*self._choices]
+        prompts = sequences[:: self._asked.n]
+        return usage_of(
             sum(len(sequence.request.tokens) for sequence in prompts),
             sum(sequence.cached for sequence in prompts),
-            sum(sequence.new for sequence in self._sequences),
+            sum(sequence.new for sequence in sequences),
         )
 
 
