@@ -6,7 +6,7 @@ import dataclasses
 import operator
 import secrets
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import SupportsFloat
 
 import torch
@@ -101,7 +101,7 @@ class Request:
         stop: the text ends before the first of these strings. Default: none.
         logprobs: number of most probable tokens to report for each token, in addition to the one
             drawn, at most 20. Default: None (no log-probabilities).
-        ignore_eos: go on after the model's eos_token_id. Default: False.
+        ignore_eos: go on after the model's eos_token_id and after end_tokens. Default: False.
         skip_special_tokens: leave the tokenizer's special tokens out of the text. Default: True.
         min_p: from 0 to 1; leave out tokens whose probability, after temperature, is below min_p
             times the largest one. top_k and top_p then choose among the others. Default: 0.0.
@@ -114,6 +114,7 @@ class Request:
             before the penalties. Default: none.
         prompt_logprobs: as logprobs, for the tokens of the prompt but the first. Such a prompt does
             not start from the prefix cache. Default: None.
+        end_tokens: tokens that end the text as the model's eos_token_id does. Default: none.
 
     Raises:
         TypeError: for options of another type.
@@ -136,6 +137,7 @@ class Request:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     prompt_logprobs: int | None = None
+    end_tokens: Collection[int] = ()
 
     def __post_init__(self) -> None:
         Sampling(self.temperature, self.top_k, self.top_p)

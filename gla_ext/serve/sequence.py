@@ -107,7 +107,8 @@ class Sequence:
     def add(self, token: int, logprob: TokenLogprob | None, ends: Collection[int]) -> Delta:
         """Adds a token, which may be the last."""
         self.new += 1
-        if token in ends and not self.request.ignore_eos:
+        is_end = token in ends or token in self.request.end_tokens
+        if is_end and not self.request.ignore_eos:
             return Delta(self._stops.flush(), finish_reason="stop")
         delta = Delta(tokens=[token])
         if logprob is not None:

@@ -21,16 +21,19 @@ from starlette.routing import Route
 from gla_ext.decode import ChangedError
 from gla_ext.serve.engine import ClosedError, Deltas, Engine, FullError
 from gla_ext.serve.http import protocol
-from gla_ext.serve.http.choices import Echo, Names, TextChoice
+from gla_ext.serve.http.choices import ChatChoice, Echo, Names, TextChoice
 from gla_ext.serve.http.fields import RefusedError, short
 from gla_ext.serve.http.protocol import Completion
 from gla_ext.serve.http.reply import Reply
+from gla_ext.serve.request import Request
 from gla_ext.serve.sequence import Sequence
+from gla_ext.serve.text import chat_tokens
 from gla_ext.serve.worker import Worker
 
 logger = logging.getLogger("gla_ext.serve")
 
 MOST_REFUSED = 1 << 26  # bytes; a client that is still sending does not see an error reply
+Form = type[TextChoice] | type[ChatChoice]
 LONG_TEXT = 4096  # characters of a text that is encoded in a thread
 
 
@@ -74,6 +77,7 @@ class Application:
         """The ASGI application."""
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
@@ -114,8 +118,41 @@ class Application:
         if asked.is_scored and count > most:
             message = f"expected at most {most} tokens of all prompts with echo and logprobs, got "
             raise RefusedError(400, f"{message}{count}")
+        return self._reply(asked, prompts, TextChoice)
+
+    async def chat(self, request: HTTPRequest) -> Response:
+        """POST /v1/chat/completions."""
+        asked, messages = protocol.read_chat(await self._read_body(request), self.options.name)
+        tokenizer = self.engine.tokenizer
         try:
-            sequences = self._worker.submit(*asked.requests(prompts))
+            async with self._encoding:
+                tokens = await asyncio.to_thread(chat_tokens, tokenizer, messages)
+        except ValueError as error:
+            raise RefusedError(400, str(error), None, "messages") from error
+        options = {"max_new_tokens": self.engine.limits.new_tokens} | asked.options
+        end = getattr(tokenizer, "eos_token_id", None)  # a turn's, which the model's need not be
+        options["end_tokens"] = () if end is None else (end,)
+        return self._reply(dataclasses.replace(asked, options=options), [tokens], ChatChoice)
+
+    def _reply(self, asked: Completion, prompts: list[list[int]], form: Form) -> Reply:
+        sequences = self._submit(asked.requests(prompts))
+        inbox: asyncio.Queue = asyncio.Queue()
+        self._inboxes |= dict.fromkeys(sequences, inbox)
+        names, wanted = Names(self.engine.tokenizer), asked.options.get("logprobs") is not None
+        choices = {}
+        for index, sequence in enumerate(sequences):
+            choices[sequence] = form(index, names, wanted)
+            if asked.echo:
+                prompt, request = asked.prompts[index // asked.n], sequence.request
+                echo = Echo(prompt, request.tokens, request.skip_special_tokens)
+                choices[sequence] = form(index, names, wanted, echo)
+        ident = f"{form.ident}-{secrets.token_hex(12)}"
+        args = (ident, self.options.name, asked, choices, inbox, self.options.write_seconds)
+        return Reply(*args, self._leave, self._count)
+
+    def _submit(self, requests: list[Request]) -> list[Sequence]:
+        try:
+            return self._worker.submit(*requests)
         except FullError as error:
             raise RefusedError(429, str(error), "rate_limit_exceeded") from error
         except (ChangedError, ClosedError) as error:
@@ -124,21 +161,6 @@ class Application:
             too_long = "a prompt of at most" in str(error)
             code = "context_length_exceeded" if too_long else None
             raise RefusedError(400, str(error), code) from error
-        return self._reply(asked, sequences)
-
-    def _reply(self, asked: Completion, sequences: list[Sequence]) -> Reply:
-        inbox: asyncio.Queue = asyncio.Queue()
-        self._inboxes |= dict.fromkeys(sequences, inbox)
-        names, wanted = Names(self.engine.tokenizer), asked.options.get("logprobs") is not None
-        choices = {}
-        for index, sequence in enumerate(sequences):
-            request, echo = sequence.request, None
-            if asked.echo:
-                prompt = asked.prompts[index // asked.n]
-                echo = Echo(prompt, request.tokens, request.skip_special_tokens)
-            choices[sequence] = TextChoice(index, names, wanted, echo)
-        args = (f"cmpl-{secrets.token_hex(12)}", self.options.name, asked, choices, inbox)
-        return Reply(*args, self.options.write_seconds, self._leave, self._count)
 
     def _count(self, status: int) -> None:
         self._statuses[status] += 1
@@ -238,6 +260,9 @@ class Application:
         return JSONResponse(error.body(), error.status, headers)
 
     async def _refuse_route(self, request: HTTPRequest, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        refused = RefusedError(error.status_code, message[:200])
+        message = f"{request.method} {request.url.path}: {error.detail}"[:200]
+        if error.status_code == 404:
+            paths = ", ".join(sorted({route.path for route in request.app.routes}))
+            message = f"expected a path among {paths}, got {message}"
+        refused = RefusedError(error.status_code, message)
         return JSONResponse(refused.body(), error.status_code, error.headers)

@@ -52,7 +52,14 @@ class Echo:
 
 
 class TextChoice:
-    """One choice of a reply of /v1/completions that is being generated."""
+    """One choice of a reply of /v1/completions that is being generated.
+
+    Attributes:
+        ident, whole, piece: OpenAI's beginning of the id of a reply, and its names of a whole reply
+            and of a stream's event.
+    """
+
+    ident, whole, piece = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, index: int, names: Names, logprobs: bool, echo: Echo | None = None) -> None:
         self._index, self._names, self._logprobs = index, names, logprobs
@@ -106,10 +113,52 @@ class TextChoice:
         return whole
 
 
+class ChatChoice:
+    """Like `TextChoice`, of /v1/chat/completions."""
+
+    ident, whole, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, index: int, names: Names, logprobs: bool) -> None:
+        self._index, self._names, self._logprobs = index, names, logprobs
+        self._role = {"role": "assistant"}  # of the first event
+
+    def render(self, delta: Delta) -> dict[str, Any]:
+        message, self._role = self._role | {"content": delta.text}, {}
+        logprobs = None
+        if self._logprobs:
+            logprobs = {"content": [self._named(x) for x in delta.logprobs], "refusal": None}
+        return {
+            "index": self._index,
+            "delta": message,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _named(self, x: TokenLogprob) -> dict[str, Any]:
+        best = [self._one(token, value) for token, value in x.best.items()]
+        return self._one(x.token, x.logprob) | {"top_logprobs": best}
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        name = self._names[token]
+        whole = not name.startswith("token_id:")  # not a part of a character
+        bytes_of = [*name.encode()] if whole else None
+        return {"token": name, "logprob": max(logprob, LEAST), "bytes": bytes_of}
+
+    @staticmethod
+    def merged(choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        whole = dict(choices[-1])
+        del whole["delta"]
+        text = "".join(choice["delta"]["content"] for choice in choices)
+        whole["message"] = {"role": "assistant", "content": text, "refusal": None}
+        if whole["logprobs"] is not None:
+            content = [x for choice in choices for x in choice["logprobs"]["content"]]
+            whole["logprobs"] = {"content": content, "refusal": None}
+        return whole
+
+
 def head(ident: str, model: str) -> dict[str, Any]:
     """The fields that all events of a reply have in common."""
-    created = int(time.time())
-    return {"id": ident, "object": "text_completion", "created": created, "model": model}
+    return {"id": ident, "created": int(time.time()), "model": model}
 
 
 def usage_of(prompt_tokens: int, cached: int, new: int) -> dict[str, Any]:

@@ -91,6 +91,16 @@ COMPLETION = BOTH | {
     "logprobs": INT,
     "suffix": _nothing("", 0),
 }
+CHAT = BOTH | {
+    "messages": (_is(list), "a list of messages"),
+    "logprobs": BOOL,
+    "top_logprobs": INT,
+    "tools": _nothing([]),
+    "tool_choice": _nothing("none", "auto"),
+    "functions": _nothing([]),
+    "response_format": _nothing({"type": "text"}, {}),
+    "store": _nothing(False),
+}
 
 
 def read_object(body: bytes, checks: dict[str, Check]) -> dict[str, Any]:

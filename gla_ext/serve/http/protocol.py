@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from gla_ext.decode.sampling import is_int
-from gla_ext.serve.http.fields import BOOL, COMPLETION, RefusedError, read_object, short
+from gla_ext.serve.http.fields import BOOL, CHAT, COMPLETION, RefusedError, read_object, short
 from gla_ext.serve.request import Request
 
+ROLES = ("system", "user", "assistant")  # whose messages every chat template knows
 MOST_PROMPTS = 256  # limit of prompts times n in a request
 _OURS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty")
 _OURS += ("frequency_penalty", "logprobs", "seed", "ignore_eos", "skip_special_tokens")
@@ -53,27 +54,76 @@ def read(body: bytes, model: str) -> Completion:
     model than `model`.
     """
     given = read_object(body, COMPLETION)
-    _check_model(given, model)
+    check_model(given, model)
     n = given.get("n", 1)
     if given.get("best_of", n) != n:
         raise RefusedError(400, f"expected best_of to be n = {n}", None, "best_of")
-    prompts, options = _read_prompts(given.get("prompt")), _read_options(given)
+    prompts, options = _read_prompts(given.get("prompt")), read_options(given)
     if len(prompts) * n > MOST_PROMPTS:
         message = f"expected at most {MOST_PROMPTS} choices, got {len(prompts)} prompts of {n}"
         raise RefusedError(400, message)
     echo = given.get("echo", False)
     if echo:
         options["prompt_logprobs"] = options.get("logprobs")
-    return Completion(prompts, n, *_read_stream(given), options, echo)
+    return Completion(prompts, n, *read_stream(given), options, echo)
 
 
-def _check_model(given: dict[str, Any], model: str) -> None:
+Message = dict[str, str]
+
+
+def read_chat(body: bytes, model: str) -> tuple[Completion, list[Message]]:
+    """Like `read`, of a conversation: the request, still without a prompt, and the messages."""
+    given = read_object(body, CHAT)
+    check_model(given, model)
+    options = read_options(given)
+    wanted = options.pop("logprobs", False)
+    most = given.get("top_logprobs", 0)
+    if most and not wanted:
+        message = f"expected logprobs to be true with top_logprobs = {most}"
+        raise RefusedError(400, message, None, "top_logprobs")
+    if wanted:
+        options["logprobs"] = most
+    n = given.get("n", 1)
+    if n > MOST_PROMPTS:
+        raise RefusedError(400, f"expected at most {MOST_PROMPTS} choices, got {n}", None, "n")
+    messages = [_read_message(message) for message in given.get("messages", [])]
+    if not messages:
+        raise RefusedError(400, "expected at least one message, got none", None, "messages")
+    return Completion([], n, *read_stream(given), options), messages
+
+
+def _read_message(given: Any) -> Message:
+    def refuse(wanted: str, got: Any) -> RefusedError:
+        return RefusedError(400, f"expected {wanted}, got {short(got)}", None, "messages")
+
+    if not isinstance(given, dict):
+        raise refuse("a message to be an object", given)
+    # Clients send a reply back as a message, with all its fields.
+    given = {name: value for name, value in given.items() if value not in (None, [])}
+    if odd := [name for name in given if name not in ("role", "content", "name")]:
+        raise refuse("a message of role, content and name", odd[0])
+    if given.get("role") not in ROLES:
+        raise refuse(f"a message's role among {', '.join(ROLES)}", given.get("role"))
+    content = given.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
+                kind = part.get("type") if isinstance(part, dict) else part
+                raise refuse("parts of a message to be text, which is all the model reads", kind)
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise refuse("a message's content to be a string or a list of parts", content)
+    check_text(content, "messages")
+    return {**given, "content": content}
+
+
+def check_model(given: dict[str, Any], model: str) -> None:
     if given.get("model", model) != model:
         message = f"expected model to be {model!r}, got {short(given['model'])}"
         raise RefusedError(404, message, "model_not_found", "model")
 
 
-def _read_stream(given: dict[str, Any]) -> tuple[bool, bool]:
+def read_stream(given: dict[str, Any]) -> tuple[bool, bool]:
     """Whether the reply is a stream, and whether this ends with the usage."""
     options = given.get("stream_options", {})
     streaming = {name: value for name, value in options.items() if value is not None}
@@ -84,7 +134,7 @@ def _read_stream(given: dict[str, Any]) -> tuple[bool, bool]:
     return given.get("stream", False), usage
 
 
-def _read_options(given: dict[str, Any]) -> dict[str, Any]:
+def read_options(given: dict[str, Any]) -> dict[str, Any]:
     """The options of an engine's request."""
     if given.get("n", 1) < 1:
         raise RefusedError(400, f"expected n of at least 1, got {given['n']}", None, "n")
@@ -120,11 +170,11 @@ def _read_prompts(given: Any) -> list[str | list[int]]:
         raise RefusedError(400, message, None, "prompt")
     for prompt in prompts:
         if isinstance(prompt, str):
-            _check_text(prompt, "prompt")
+            check_text(prompt, "prompt")
     return prompts
 
 
-def _check_text(text: str, name: str) -> None:
+def check_text(text: str, name: str) -> None:
     # JSON strings may hold surrogates that are not text.
     if any("\ud800" <= x <= "\udfff" for x in text):
         message = f"expected {name} to be Unicode text, got lone surrogates"

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from gla_ext.serve.http.choices import TextChoice, head, usage_of
+from gla_ext.serve.http.choices import ChatChoice, TextChoice, head, usage_of
 from gla_ext.serve.http.fields import RefusedError
 from gla_ext.serve.http.protocol import Completion
 from gla_ext.serve.sequence import Sequence
@@ -36,7 +36,7 @@ class Reply(Response):
         ident: str,
         model: str,
         asked: Completion,
-        choices: dict[Sequence, TextChoice],
+        choices: dict[Sequence, TextChoice] | dict[Sequence, ChatChoice],
         inbox: asyncio.Queue,
         write_seconds: float,
         leave: Callable[[Sequence], None],
@@ -46,6 +46,7 @@ class Reply(Response):
         self._head, self._asked, self._began = head(ident, model), asked, began
         self._choices, self._inbox = choices, inbox
         self._write_seconds, self._leave = write_seconds, leave
+        self._form = type(next(iter(choices.values())))
         self._going = set(choices)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,8 +89,9 @@ class Reply(Response):
                 raise failed
             for choice in found:
                 came[choice["index"]].append(choice)
-        choices = [TextChoice.merged(found) for found in came.values()]
-        response = JSONResponse(self._head | {"choices": choices, "usage": self._usage()})
+        choices = [self._form.merged(found) for found in came.values()]
+        whole = {"object": self._form.whole, "choices": choices, "usage": self._usage()}
+        response = JSONResponse(self._head | whole)
         self._began(200)
         await response(scope, receive, send)
 
@@ -98,7 +100,7 @@ class Reply(Response):
         self._began(200)
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         counts = self._asked.include_usage
-        head = self._head | ({"usage": None} if counts else {})
+        head = self._head | {"object": self._form.piece} | ({"usage": None} if counts else {})
         failed = None
         while self._going and failed is None:
             choices, failed = await self._next()
