@@ -179,8 +179,9 @@ def test_a_tokenizer_without_a_template(tokenizer):
         assert "expected a tokenizer with a chat template" in reply.json()["error"]["message"]
         reply = client.post("/v1/chat", json={})
     assert reply.status_code == 404
+    paths = "/v1/completions, /v1/chat/completions, /v1/models, /v1/models/NAME, /health, /metrics"
     message = reply.json()["error"]["message"]
-    assert message.startswith("expected a path among /health, /metrics, /v1/chat/completions, /v1/")
+    assert message == f"expected a path among {paths}, got '/v1/chat'"
 
 
 def test_bytes_with_a_template(tmp_path):

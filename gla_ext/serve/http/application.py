@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -21,6 +23,7 @@ from starlette.routing import Route
 from gla_ext.decode import ChangedError
 from gla_ext.serve.engine import ClosedError, Deltas, Engine, FullError
 from gla_ext.serve.http import protocol
+from gla_ext.serve.http.access import Entry, Key, Log
 from gla_ext.serve.http.choices import ChatChoice, Echo, Names, TextChoice
 from gla_ext.serve.http.fields import RefusedError, short
 from gla_ext.serve.http.protocol import Completion
@@ -48,6 +51,8 @@ class Options:
         write_seconds: time limit for a client to receive the data that is sent to it.
         allow_refresh: whether to serve `POST /v1/refresh`, by which clients report that the model
             changed.
+        api_key: what requests to /v1 must bring; None lets all in.
+        allow_origins: origins whose pages may ask, '*' for all.
     """
 
     name: str = "gla"
@@ -55,6 +60,8 @@ class Options:
     read_seconds: float = 30.0
     write_seconds: float = 60.0
     allow_refresh: bool = False
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    allow_origins: tuple[str, ...] = ()
 
 
 class Application:
@@ -86,7 +93,14 @@ class Application:
         if self.options.allow_refresh:
             routes.append(Route("/v1/refresh", self.refresh, methods=["POST"]))
         handlers = {RefusedError: self._refuse, HTTPException: self._refuse_route}
-        return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=handlers)
+        around = [Middleware(Log)]
+        if origins := self.options.allow_origins:
+            given = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+            around.append(Middleware(CORSMiddleware, allow_origins=origins, **given))
+        if self.options.api_key is not None:
+            around.append(Middleware(Key, key=self.options.api_key))
+        options = {"exception_handlers": handlers, "lifespan": self._lifespan}
+        return Starlette(routes=routes, middleware=around, **options)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -256,13 +270,14 @@ class Application:
 
     async def _refuse(self, request: HTTPRequest, error: RefusedError) -> Response:
         self._count(error.status)
+        Entry.of(request.scope).note = ascii(str(error))
         headers = {"Retry-After": "1"} if error.status in (429, 503) else None
         return JSONResponse(error.body(), error.status, headers)
 
     async def _refuse_route(self, request: HTTPRequest, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"[:200]
         if error.status_code == 404:
-            paths = ", ".join(sorted({route.path for route in request.app.routes}))
-            message = f"expected a path among {paths}, got {message}"
+            paths = (route.path.replace("{name:path}", "NAME") for route in request.app.routes)
+            message = f"expected a path among {', '.join(paths)}, got {short(request.url.path)}"
         refused = RefusedError(error.status_code, message)
         return JSONResponse(refused.body(), error.status_code, error.headers)

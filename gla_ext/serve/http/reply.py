@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from gla_ext.serve.http.access import Entry
 from gla_ext.serve.http.choices import ChatChoice, TextChoice, head, usage_of
 from gla_ext.serve.http.fields import RefusedError
 from gla_ext.serve.http.protocol import Completion
 from gla_ext.serve.sequence import Sequence
-
-logger = logging.getLogger("gla_ext.serve")
 
 
 class Reply(Response):
@@ -50,15 +48,23 @@ class Reply(Response):
         self._going = set(choices)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._stream(send) if self._asked.stream else self._whole(scope, receive, send)
+        entry = Entry.of(scope)
+        answer = (
+            self._stream(send, entry) if self._asked.stream else self._whole(scope, receive, send)
+        )
         tasks = [asyncio.ensure_future(answer), asyncio.ensure_future(_left(receive))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[0].done():
                 tasks[0].result()
+            else:
+                entry.note = "the client left"
         except TimeoutError:
-            logger.warning("a client took nothing for %g s", self._write_seconds)
+            entry.note = f"the client took nothing for {self._write_seconds:g} s"
         finally:
+            usage = self._usage()
+            entry.ident = self._head["id"]
+            entry.tokens_in, entry.tokens_out = usage["prompt_tokens"], usage["completion_tokens"]
             for task in tasks:
                 task.cancel()
             for sequence in self._going:
@@ -95,7 +101,7 @@ class Reply(Response):
         self._began(200)
         await response(scope, receive, send)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, send: Send, entry: Entry) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         self._began(200)
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -106,6 +112,7 @@ class Reply(Response):
             choices, failed = await self._next()
             events = [head | {"choices": [choice]} for choice in choices]
             if failed is not None:
+                entry.note = str(failed)
                 events.append(failed.body())
             elif not self._going and counts:
                 events.append(head | {"choices": [], "usage": self._usage()})
