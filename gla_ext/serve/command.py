@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -106,14 +107,8 @@ def main(arguments: list[str] | None = None) -> None:
         from gla_ext.serve.http import Options, serve
     except ModuleNotFoundError as error:
         sys.exit(f"{PROGRAM}: {error}; 'pip install starlette uvicorn' brings it")
-    try:
+    with in_a_sentence(PROGRAM):
         engine = _engine(args)
-    except (OSError, ValueError, ImportError, NotImplementedError, *_NO_MEMORY) as error:
-        _fail(error)
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # from torch's CPU allocator
-            raise
-        _fail(error)
     name = args.name or args.model.resolve().name
     options = Options(
         name,
@@ -124,9 +119,10 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         serve(engine, args.host, args.port, options, args.connections, args.shutdown_seconds)
     except OSError as error:
-        _fail(f"expected {args.host} and port {args.port} to be free to listen on, got {error}")
+        place = f"{args.host} and port {args.port}"
+        _fail(PROGRAM, f"expected {place} to be free to listen on, got {error}")
     except _NO_MEMORY as error:  # the warm-up allocates memory too
-        _fail(error)
+        _fail(PROGRAM, error)
 
 
 def _engine(args: argparse.Namespace) -> Engine:
@@ -157,7 +153,23 @@ def load(folder: Path, device: str, dtype: str | None) -> tuple[GLAForCausalLM, 
     return fuse_projections(model.eval()), load_tokenizer(folder, config.vocab_size)
 
 
-def _fail(error: Exception | str) -> NoReturn:
+@contextlib.contextmanager
+def in_a_sentence(program: str) -> Iterator[None]:
+    """Ends the program with status 2 after an error that the user can fix, and says it in a
+    sentence on stderr.
+    """
+    try:
+        yield
+    except (OSError, ValueError, ImportError, NotImplementedError, *_NO_MEMORY) as error:
+        _fail(program, error)
+    except RuntimeError as error:
+        # Of torch's CPU allocator, and of `generate`.
+        if not re.search("can't allocate memory|logits to be finite", str(error)):
+            raise
+        _fail(program, error)
+
+
+def _fail(program: str, error: Exception | str) -> NoReturn:
     first_line = str(error).partition("\n")[0]  # torch appends the place in its sources
-    print(f"{PROGRAM}: {first_line or type(error).__name__}", file=sys.stderr)
+    print(f"{program}: {first_line or type(error).__name__}", file=sys.stderr)
     sys.exit(2)

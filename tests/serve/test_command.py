@@ -4,6 +4,7 @@ import argparse
 import functools
 import json
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 from models import make_model
 
+from gla_ext import generate
 from gla_ext.model import GLAConfig, GLAForCausalLM
 from gla_ext.serve import command
 
@@ -116,7 +118,9 @@ def test_folders_that_hold_no_model(folder, tmp_path, capsys):
 
 
 def test_a_training_run_that_stopped(tmp_path, capsys):
-    """The sentence has the command that finishes the run; its model is then served."""
+    """The sentence has the command that finishes the run, which ends with two commands of its
+    model.
+    """
     train = pytest.importorskip("gla_ext.train")
     text, out = tmp_path / "text", tmp_path / "out"
     text.write_text("the quick brown fox " * 400)
@@ -132,7 +136,11 @@ def test_a_training_run_that_stopped(tmp_path, capsys):
     finish, end = re.findall(r"'python -m gla_ext\.train (.*?)'", message)
     assert finish == f"--out {out} --resume" and end == f"--out {out} --resume --steps 3"
     assert train.main([*end.split(), "--device", "cpu"]) == 0
-    assert GLAForCausalLM.from_pretrained(out).config.vocab_size == 256
+    text, talk = map(shlex.split, capsys.readouterr().out.splitlines()[-2:])
+    program = [sys.executable, "-m", "gla_ext.generate", str(out)]
+    assert (text, talk) == ([*program, "def "], [*program, "-i"])
+    generate.main([*text[3:], "--device", "cpu", "--max-new-tokens", "4"])
+    assert capsys.readouterr().out.startswith("def ")
 
 
 @pytest.fixture
