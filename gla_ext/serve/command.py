@@ -63,6 +63,8 @@ def command_line() -> argparse.ArgumentParser:
     add("--api-key", "what requests to /v1 must bring as bearer token", None, "none", type=_key)
     pages = "let web pages of an origin ask, such as https://example.org, or of all: *; repeatable"
     add("--allow-origin", pages, [], "none", type=_origin, action="append")
+    bare = "serve no page at /, in which a browser shows what the model writes"
+    add("--no-page", bare, False, "no", action="store_true")
     add("--log-level", "the least level of lines in the log", "info", choices=LEVELS)
     more = "connections that may be open at once; more get status 503"
     add("--connections", more, 2048, type=_number(1))
@@ -115,6 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
         allow_refresh=args.allow_refresh,
         api_key=args.api_key,
         allow_origins=tuple(args.allow_origin),
+        page=not args.no_page,
     )
     try:
         serve(engine, args.host, args.port, options, args.connections, args.shutdown_seconds)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
-import logging
+import hashlib
 import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,7 +19,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from gla_ext.decode import ChangedError
@@ -33,8 +35,7 @@ from gla_ext.serve.sequence import Sequence
 from gla_ext.serve.text import chat_tokens
 from gla_ext.serve.worker import Worker
 
-logger = logging.getLogger("gla_ext.serve")
-
+PAGE = Path(__file__).with_name("page.html")
 MOST_REFUSED = 1 << 26  # bytes; a client that is still sending does not see an error reply
 Form = type[TextChoice] | type[ChatChoice]
 LONG_TEXT = 4096  # characters of a text that is encoded in a thread
@@ -53,6 +54,7 @@ class Options:
             changed.
         api_key: what requests to /v1 must bring; None lets all in.
         allow_origins: origins whose pages may ask, '*' for all.
+        page: whether to serve a page at /, to try the model in.
     """
 
     name: str = "gla"
@@ -62,6 +64,7 @@ class Options:
     allow_refresh: bool = False
     api_key: str | None = dataclasses.field(default=None, repr=False)
     allow_origins: tuple[str, ...] = ()
+    page: bool = True
 
 
 class Application:
@@ -92,6 +95,8 @@ class Application:
         ]
         if self.options.allow_refresh:
             routes.append(Route("/v1/refresh", self.refresh, methods=["POST"]))
+        if self.options.page:
+            routes.append(Route("/", self.page))
         handlers = {RefusedError: self._refuse, HTTPException: self._refuse_route}
         around = [Middleware(Log)]
         if origins := self.options.allow_origins:
@@ -223,6 +228,15 @@ class Application:
         except ValueError as error:
             raise RefusedError(409, str(error)) from error
         return JSONResponse({"status": "ok"})
+
+    async def page(self, request: HTTPRequest) -> Response:
+        """GET /."""
+        text = PAGE.read_text(encoding="utf-8")
+        script = text.partition("<script>")[2].partition("</script>")[0]
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        policy += "connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'"
+        return HTMLResponse(text, headers={"Content-Security-Policy": policy})
 
     async def models(self, request: HTTPRequest) -> Response:
         """GET /v1/models."""
