@@ -18,7 +18,7 @@ from gla_ext.decode._loop import check_place, place_of
 from gla_ext.decode._prompts import CHUNK
 from gla_ext.decode.language_model import LanguageModel
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
-from gla_ext.serve.choice import Adjustments, Draw, choose, log_probabilities
+from gla_ext.serve.choice import IDLE, Adjustments, Draw, choose, log_probabilities
 from gla_ext.serve.prompts import Packed, Piece, PromptGraphs, Size, lay_out
 from gla_ext.serve.request import Request, TokenLogprob
 from gla_ext.serve.rows import RowCache, StateRows
@@ -229,8 +229,13 @@ class Batch:
         self._adjustments.begin(row, request)
 
     @torch.no_grad()
-    def draw(self, draws: dict[int, Draw], with_logprobs: bool) -> Callable[[], Drawn]:
+    def draw(
+        self, draws: dict[int, Draw], uniforms: dict[int, float], with_logprobs: bool
+    ) -> Callable[[], Drawn]:
         """Draws the next token of the given rows from the stored logits.
+
+        Args:
+            uniforms: for rows with a temperature above 0, the random number of this draw.
 
         Returns:
             A function that waits for the tokens and returns them on the host.
@@ -243,10 +248,13 @@ class Batch:
         if all(draw.temperature == 0 for draw in draws.values()):
             largest, chosen = adjusted.max(-1)
         else:
-            every = [draws.get(row, Draw()) for row in range(size)]
-            names = ("uniform", "temperature", "top_p", "min_p")
-            options = torch.tensor([[getattr(draw, name) for draw in every] for name in names])
-            uniform, temperature, top_p, min_p = options.to(tokens.device, non_blocking=True)
+            every = [draws.get(row, IDLE) for row in range(size)]
+            options = [[uniforms.get(row, 0.0) for row in range(size)]]
+            options.append([draw.temperature for draw in every])
+            options.append([draw.top_p for draw in every])
+            options.append([draw.min_p for draw in every])
+            options = torch.tensor(options).to(tokens.device, non_blocking=True)
+            uniform, temperature, top_p, min_p = options
             top_k = None
             if any(draw.top_k is not None or draw.top_p < 1 for draw in draws.values()):
                 most = logits.shape[-1]

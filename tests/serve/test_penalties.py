@@ -162,7 +162,7 @@ def test_what_a_row_had(device):
     adjustments = Adjustments(2, V, torch.device(device))
     request = Request([1, 2, 2], frequency_penalty=1.0)
     adjustments.begin(1, request)
-    draws = {1: Draw.of(request, 0.0, 0.0)}
+    draws = {1: Draw.of(request, 0.0)}
     for _ in range(3):
         adjustments.drew(torch.tensor([4, 2], device=device), draws)
     assert adjustments._had[1].tolist() == [0, 1, 7] + [0] * 28
