@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -183,14 +184,14 @@ class Batch:
 
     @torch.no_grad()
     def score(
-        self, pieces: Sequence[Piece], following: Sequence[int], count: int
+        self, pieces: Sequence[Piece], following: array[int], count: int
     ) -> Callable[[], Drawn]:
         """Like `prefill`, without a graph, and with the log-probabilities of the tokens that follow
         the pieces' tokens.
 
         Args:
             pieces: of at most `most_scored` tokens together.
-            following: the T tokens that follow, in the order of the packed ones.
+            following: the T tokens that follow, int64, in the order of the packed ones.
             count: number of most probable tokens.
 
         Returns:
@@ -200,7 +201,8 @@ class Batch:
         packed = self._pack(pieces)
         logits = self._logits_of(packed, len(pieces) == 1, 0)
         self._logits.index_copy_(0, packed.rows, logits[packed.offsets[1:] - 1])
-        tokens = torch.tensor(following).to(logits.device, non_blocking=True)
+        tokens = torch.frombuffer(following, dtype=torch.long)
+        tokens = tokens.to(logits.device, non_blocking=True)
         return _fetch([tokens, logits.amax(-1), *log_probabilities(logits, tokens, count)])
 
     def _pack(self, pieces: Sequence[Piece]) -> Packed:

@@ -157,9 +157,11 @@ class Request:
                 f"Request: expected logit_bias of at most {MOST_BIASED} tokens, got "
                 f"{len(self.logit_bias)}"
             )
-        for token, value in self.logit_bias.items():
-            if not is_int(token):
-                raise TypeError(f"Request: expected tokens of logit_bias to be ints, got {token!r}")
+        for name in ("logit_bias", "end_tokens"):
+            for token in getattr(self, name):
+                if not is_int(token):
+                    raise TypeError(f"Request: expected tokens of {name} to be ints, got {token!r}")
+        for value in self.logit_bias.values():
             _check_number("logit_bias", value, -100, 100)
         if self.seed is not None and (not is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
             raise ValueError(f"Request: expected seed to be an int of 64 bits, got {self.seed!r}")

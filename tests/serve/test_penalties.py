@@ -144,6 +144,7 @@ def test_log_probabilities_are_those_of_the_model():
         ({"frequency_penalty": torch.nan}, ValueError, "frequency_penalty from -2 to 2, got nan"),
         ({"logit_bias": {1: 101}}, ValueError, "logit_bias from -100 to 100, got 101"),
         ({"logit_bias": {"1": 1}}, TypeError, "tokens of logit_bias to be ints, got '1'"),
+        ({"end_tokens": ["a"]}, TypeError, "tokens of end_tokens to be ints, got 'a'"),
         ({"logit_bias": dict.fromkeys(range(1025), 1)}, ValueError, "at most 1024 tokens, got 1"),
     ],
 )
