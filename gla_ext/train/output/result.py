@@ -55,7 +55,7 @@ the model.
 
 def device_name(device: torch.device) -> str:
     """The GPU's name, or cpu."""
-    return torch.cuda.getdevice_name(device) if device.type == "cuda" else str(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def write_result(
