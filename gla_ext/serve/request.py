@@ -211,7 +211,7 @@ class Delta:
 
     text: text of these tokens and of earlier ones that was held back; empty without a tokenizer.
     tokens: the tokens drawn, without the eos_token_id that ended the sequence.
-    logprobs: one for each token, if requested.
+    logprobs: one for each token drawn, if requested, with that which ended the sequence.
     prompt_logprobs: in the first delta, one for each token of the prompt but the first, if
     requested.
     finish_reason: 'stop', 'length', 'cancelled', 'refresh' (`Engine.refresh` ended it), 'error', or

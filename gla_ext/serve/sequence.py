@@ -109,12 +109,14 @@ class Sequence:
     def add(self, token: int, logprob: TokenLogprob | None, ends: Collection[int]) -> Delta:
         """Adds a token, which may be the last."""
         self.new += 1
-        is_end = token in ends or token in self.request.end_tokens
-        if is_end and not self.request.ignore_eos:
-            return Delta(self._stops.flush(), finish_reason="stop")
-        delta = Delta(tokens=[token])
+        delta = Delta()
         if logprob is not None:
             delta.logprobs.append(dataclasses.replace(logprob, offset=self._characters))
+        is_end = token in ends or token in self.request.end_tokens
+        if is_end and not self.request.ignore_eos:
+            delta.text, delta.finish_reason = self._stops.flush(), "stop"
+            return delta
+        delta.tokens.append(token)
         if self._text is not None:
             text = self._text.push(token)
             self._characters += len(text)
