@@ -12,6 +12,8 @@
 # test-gpu       check and time the CUDA kernels on this machine's GPU, in some minutes; after `test`
 # sanitize       run the tests of the CPU operators with the address and undefined behaviour
 #                sanitizers, in a build of its own
+# fuzz           give damaged requests and files to what reads them, MINUTES for each file of
+#                tests/fuzz
 # test-emulated  run the CUDA kernels on the GPU in software of tests/emulator; needs a CUDA toolkit
 #                and an extension built with TORCH_CUDA_ARCH_LIST=9.0a+PTX
 # bench          time the operators on this CPU and write benchmarks/results/RESULTS_CPU.md
@@ -37,6 +39,7 @@
 # TORCHES=       versions of torch for `wheels`, the newest of each minor version supported
 # FLA=           version of flash-linear-attention for `test-fla`
 # TRANSFORMERS=  version of transformers for `test-fla`
+# MINUTES=       of `fuzz`, 10 by default
 # NPROC=         processes of `train` on this machine, one a GPU; by default one
 # TRAIN_ARGS=    arguments for `train`, such as --help
 # PYTEST_ARGS=   arguments for pytest in `sanitize` and the targets whose names begin with `test`,
@@ -51,6 +54,7 @@ TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 FORCE_CUDA ?=
 FLA ?= 0.5.2
 TRANSFORMERS ?= 4.55.4
+MINUTES ?= 10
 NPROC ?=
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
@@ -76,7 +80,7 @@ sources_in = $(shell find $(1) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -
 cpp_files := $(call sources_in,csrc tests/cpp examples)
 emulator_files := $(call sources_in,tests/emulator)
 
-.PHONY: build train test test-all test-cpus test-fla test-vllm test-gpu sanitize test-emulated bench \
+.PHONY: build train test test-all test-cpus test-fla test-vllm test-gpu sanitize fuzz test-emulated bench \
 	ctest archs wheel wheels docs lint format clean help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
@@ -119,6 +123,15 @@ sanitize: $(deps_stamp)
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 \
 		PYTHONPATH=.build/sanitized $(VENV)/bin/pytest -n 2 -m "not slow" \
 		$(or $(PYTEST_ARGS),tests/operators tests/modules tests/steps)
+
+# The inputs of a run are others than those of the run before.
+fuzz: $(built_stamp)
+	@for file in tests/fuzz/test_*.py; do \
+		end=$$(($$(date +%s) + 60 * $(MINUTES))); \
+		while [ $$(date +%s) -lt $$end ]; do \
+			HYPOTHESIS_PROFILE=thorough OMP_NUM_THREADS=1 $(py) -m pytest -q $$file $(PYTEST_ARGS) || exit 1; \
+		done; \
+	done
 
 test-gpu: $(built_stamp)
 	@$(py) benchmarks/check_gpu.py $(GPU_ARGS)

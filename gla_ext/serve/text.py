@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
+
+from gla_ext.model.files import read_json
 
 CONTEXT = 16  # tokens of the prompt that are decoded before the first new one
 LONGEST_OPEN = 16  # tokens that may be held back for the rest of a character
@@ -43,7 +44,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         ValueError: if there is none and the model's vocabulary is not the 256 bytes.
     """
     config = folder / "tokenizer_config.json"
-    if config.exists() and not json.loads(config.read_text("utf-8")).get("gla_ext_bytes"):
+    if config.exists() and not read_json(config).get("gla_ext_bytes"):
         from transformers import AutoTokenizer
 
         import gla_ext.hf  # noqa: F401  registers the model type 'gla'
