@@ -134,5 +134,7 @@ def test_an_index_that_names_files_elsewhere(model, tmp_path, place):
 def test_an_index_that_is_none(model, tmp_path, text):
     model.config.save(tmp_path / "config.json")
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ValueError, match="to be JSON|a JSON object|a weight_map of tensors and files"):
+    with pytest.raises(
+        ValueError, match="to be JSON|a JSON object|a weight_map of tensors and files"
+    ):
         load_model(tmp_path)
