@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,9 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     for shard in shards:
         if not shard or Path(shard).name != shard:
             raise ValueError(f"load_model: expected {index} to name files beside it, got {shard!r}")
-        if not (index.parent / shard).is_file():
+        if not os.path.isfile(index.parent / shard):  # also for what cannot be a name
             raise FileNotFoundError(
-                f"load_model: expected {index.parent} to hold {shard}, which {index.name} names"
+                f"load_model: expected {index.parent} to hold {shard:.99}, which {index.name} names"
             )
         with _opened(index.parent / shard) as file:
             held = set(file.keys())

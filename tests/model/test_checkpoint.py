@@ -128,6 +128,13 @@ def test_an_index_that_names_files_elsewhere(model, tmp_path, place):
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize("place", ["a" * 300, "a\0b"])
+def test_an_index_of_names_that_no_file_has(model, tmp_path, place):
+    write_index(tmp_path, dict.fromkeys(write_sharded(model, tmp_path), place))
+    with pytest.raises(FileNotFoundError, match="to hold a.*, which model.safetensors.index.json"):
+        load_model(tmp_path)
+
+
 @pytest.mark.parametrize(
     "text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": []}}']
 )
