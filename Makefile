@@ -22,7 +22,8 @@
 #                fails; needs nvcc, no GPU
 # wheel          build a wheel for TORCH and PYTHON in an environment of its own, check it in another,
 #                and leave it in dist/
-# wheels         the same for each of TORCHES
+# wheels         the same for each of TORCHES and PYTHONS, and an index of dist/; what several wheels
+#                have in common is compiled once
 # docs           make the pages of docs/ a site, .build/site/index.html; needs no torch, no extension
 # lint           check the style of Python, C++ and CUDA, and the workflows
 # format         fix what `lint` finds, where ruff and clang-format can
@@ -37,6 +38,7 @@
 #                they are built for the GPU of this machine. A build is kept as it was asked for
 #                until another is asked for
 # TORCHES=       versions of torch for `wheels`, the newest of each minor version supported
+# PYTHONS=       interpreters for `wheels`
 # FLA=           version of flash-linear-attention for `test-fla`
 # TRANSFORMERS=  version of transformers for `test-fla`
 # MINUTES=       of `fuzz`, 10 by default
@@ -51,6 +53,7 @@ VENV ?= .venv
 PYTHON ?=
 TORCH ?= torch==2.11.0
 TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+PYTHONS ?= python3.11 python3.12 python3.13
 FORCE_CUDA ?=
 FLA ?= 0.5.2
 TRANSFORMERS ?= 4.55.4
@@ -154,7 +157,8 @@ wheel:
 	@python=$$(.ci/preflight $(PYTHON)) && "$$python" .ci/build_wheel.py '$(TORCH)'
 
 wheels:
-	@for torch in $(TORCHES); do $(MAKE) wheel TORCH="torch==$$torch" || exit 1; done
+	@pythons=$$(for python in $(PYTHONS); do .ci/preflight $$python || exit 1; done) && \
+		set -- $$pythons && "$$1" .ci/build_wheel.py $(TORCHES:%=torch==%) --pythons "$$@"
 
 docs: $(docs_stamp)
 	@NO_MKDOCS_2_WARNING=1 $(py) -m mkdocs build --quiet --strict
