@@ -148,7 +148,7 @@ ctest: $(deps_stamp)
 	@$(VENV)/bin/ctest --test-dir build --output-on-failure
 
 archs: $(deps_stamp)
-	@for arch in 8.0 9.0a 10.0; do \
+	@for arch in 8.0 9.0a 10.0 12.0; do \
 		FORCE_CUDA=1 GLA_EXT_WERROR_SPILLS=1 TORCH_CUDA_ARCH_LIST=$$arch \
 			$(py) setup.py --quiet build_ext --cuda-only || exit 1; \
 	done

@@ -17,6 +17,15 @@ from pathlib import Path
 # Of a source whose object is shared: no header that it reads has this in its path.
 FOREIGN = {".cu": "/torch/include/", ".cpp": "/include/python3"}
 HEADERS = (".h", ".cuh")
+PYTHON_FLAGS = ("-fno-strict-overflow", "-DNDEBUG")  # of 3.12 and 3.13, but for warnings
+
+
+def steady(arguments: list[str]) -> list[str]:
+    """A .cpp file's arguments, without the flags that the Python itself was built with, which stand
+    before -fPIC and differ: 3.11 has -fwrapv.
+    """
+    start, end = arguments.index("-MF") + 2, arguments.index("-fPIC")
+    return [*arguments[:start], *PYTHON_FLAGS, *arguments[end:]]
 
 
 def flags(arguments: list[str]) -> list[str]:
@@ -46,6 +55,8 @@ def main(folder: str, torch: str, compiler: str, *arguments: str) -> int:
     source = next((Path(x) for x in arguments if x.endswith((".cpp", ".cu"))), None)
     if source is None or "-c" not in arguments or source.name == "module.cpp":
         return subprocess.call([compiler, *arguments])
+    if source.suffix == ".cpp":
+        arguments = steady(list(arguments))
     target, read = (Path(arguments[arguments.index(flag) + 1]) for flag in ("-o", "-MF"))
     kept = Path(folder) / f"{key(source, torch, compiler, list(arguments))}.o"
     if kept.exists():

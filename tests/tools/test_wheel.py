@@ -166,7 +166,9 @@ class Compiler:
         self.folder, self.log = folder, folder / "log"
         copy_tree(folder / "source", "csrc/dispatch", "csrc/swiglu", "csrc/module.cpp")
 
-    def __call__(self, source, torch="torch==2.11.0", include="/a/include", reads="op.h", flags=()):
+    def __call__(
+        self, source, torch="torch==2.11.0", include="/a/include", reads="op.h", flags=(), built=()
+    ):
         """Compiles; returns how often the compiler was called for it."""
         compiler, source = self.folder / "c++", self.folder / "source" / "csrc" / source
         compiler.write_text(COMPILER.format(log=self.log, reads=reads))
@@ -175,7 +177,7 @@ class Compiler:
         target = self.folder / "x.o"
         target.unlink(missing_ok=True)
         command = [self.folder / "objects", torch, compiler, "-MF", self.folder / "x.d"]
-        command += [f"-I{include}", "-c", source, "-o", target, *flags]
+        command += [*built, "-fPIC", f"-I{include}", "-c", source, "-o", target, *flags]
         code = shared.main(*map(str, command))
         assert target.exists() == (code == 0)
         return len(self.log.read_text().splitlines()) if code == 0 else None
@@ -187,6 +189,7 @@ def test_an_object_is_made_once_for_all_wheels_it_fits(tmp_path):
     cuda, cpp = "swiglu/cuda_kernels.cu", "swiglu/op.cpp"
     assert [compile(cuda), compile(cuda), compile(cuda, **other)] == [1, 0, 0]
     assert [compile(cpp), compile(cpp, include="/b/include"), compile(cpp, **other)] == [1, 0, 1]
+    assert [compile(cpp, built=["-fwrapv"]), compile(cpp, flags=["-fwrapv"])] == [0, 1]
     assert [compile("module.cpp"), compile("module.cpp")] == [1, 1]
     assert [compile(cuda, flags=["-DX"]), compile(cuda, flags=["-DX"])] == [1, 0]
     (tmp_path / "source/csrc/swiglu/op.cpp").write_text("int x;")
