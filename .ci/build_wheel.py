@@ -8,9 +8,9 @@ and in .build/wheel/torch-2.11.0-cp312, for a wheel:
     build/      the environment that compiles: torch and the tools, without gla_ext
     source/     the unpacked sdist
     check/      an empty environment, which gets the finished wheel and what that asks for
-A wheel lies in dist/ once the selftest has passed in check/. dist/index.html is an index of them for
-pip's --find-links, dist/SHA256SUMS for sha256sum -c.
-setup.py names the variables that choose what is built, such as FORCE_CUDA and TORCH_CUDA_ARCH_LIST.
+A wheel lies in dist/ once the selftest has passed in check/. dist/index.html is an index for pip's
+--find-links, dist/SHA256SUMS for sha256sum -c. setup.py names the variables that choose what is
+built, such as FORCE_CUDA and TORCH_CUDA_ARCH_LIST.
 """
 
 import argparse
