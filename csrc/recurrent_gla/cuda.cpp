@@ -4,6 +4,7 @@
 
 #include "common/heads.h"
 #include "cuda/host/launch.h"
+#include "cuda/host/plan_inputs.h"
 #include "cuda_pool.h"
 #include "dispatch/output.h"
 #include "low_rank_step.h"
@@ -102,8 +103,7 @@ class RecurrentCall : Launch {
 
   void forward() { launch(recurrent_forward, p); }
   void low_rank_step(LowRankGate gate) {
-    gate.overlaps =
-        gate.overlaps && at::cuda::getDeviceProperties(options_.device().index())->major >= 9;
+    gate.overlaps = gate.overlaps && takes_dependent_launch(options_.device());
     launch(recurrent_low_rank_step, p, gate);
   }
   void verify() { launch(recurrent_verify, p, multiprocessors()); }
