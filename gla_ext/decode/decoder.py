@@ -114,8 +114,8 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the states, bytes."""
-        return sum(x.nbytes for x in self._loop.cache.tensors())
+        """Memory of the states and of the tokens beside them, bytes."""
+        return self._loop.cache.nbytes
 
     def prefill(
         self,
