@@ -5,6 +5,7 @@ Equal bits (see common.py): tokens.
 
 import contextlib
 import copy
+import functools
 import random
 
 import pytest
@@ -238,6 +239,20 @@ def test_where_buffers_are_faster(monkeypatch):
     monkeypatch.setattr(_tokens, "DEVICES", ("cpu",))
     assert Decoder(make_model(), 32)._loop.cache.buffers is None
     assert Decoder(make_model(), 33)._loop.cache.buffers is not None
+
+
+@pytest.mark.usefixtures("buffers")
+def test_a_compiled_step_is_compiled_once(monkeypatch):
+    model = make_model(torch.float64)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    compiled = Decoder(model, 4, temperature=0, compiled=True)
+    plain = pair(model)[1]
+    assert torch.equal(*(decoder.prefill(PROMPTS) for decoder in (compiled, plain)))
+    assert torch.equal(compiled.step(), plain.step())
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(20):
+            assert torch.equal(compiled.step(), plain.step())
+    assert_same_states(compiled, plain)
 
 
 @pytest.mark.usefixtures("buffers")
