@@ -39,7 +39,6 @@ class StaticGLACache(GLACache):
         attends: whether an attention layer has stored keys and values here.
         buffers: tokens that the states do not hold yet, if the decoding code uses them: it then
             calls `begin_step` before each step and `count_token` after it. Default: None.
-        buffering: whether the current step keeps its token in the buffers.
     """
 
     in_place = True
@@ -53,7 +52,6 @@ class StaticGLACache(GLACache):
         self.batch_size = batch_size
         self.longest, self.moves, self.attends = 0, 0, False
         self.buffers: TokenBuffers | None = None
-        self.buffering = False
         self._done, self._slots = done, None
         if done is not None:
             self._every_row = torch.arange(batch_size, device=done.device)
