@@ -11,6 +11,7 @@ import random
 import pytest
 import torch
 from common import assert_close
+from cuda_tools import waits_for_nothing
 from dispatch import Calls
 from models import MODEL_EVERY, make_ids, make_model
 
@@ -296,3 +297,16 @@ def test_cuda_decoders_of_many_rows(options):
         assert torch.equal(graphed.step(), plain.step())
     assert graphed._loop.cache.buffering == ("attn" in options)
     assert torch.equal(graphed.step(), plain.step()) and graphed._loop.cache.buffering
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("cuda_graph", [None, False])
+def test_cuda_steps_wait_for_nothing(cuda_graph):
+    """Nor does making states whole."""
+    decoder = Decoder(make_model(torch.bfloat16).cuda(), 40, cuda_graph=cuda_graph)
+    decoder.prefill([[1, 2, 3]] * 40)
+    with waits_for_nothing():
+        for _ in range(LENGTH + 4):
+            decoder.step()
+        decoder._loop.cache.flush()
+    assert not decoder._loop.cache.buffers.counts.any()
