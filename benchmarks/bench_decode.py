@@ -2,6 +2,7 @@
 
     python benchmarks/bench_decode.py                    # B 1 to 256, and their launches
     python benchmarks/bench_decode.py --batches 1 8 --no-launches
+    python benchmarks/bench_decode.py --buffers          # one operator, with buffers and without
 
 bf16, random weights, fused projections, greedily, one CUDA graph a step. Each batch is decoded in
 three ways in one run, whatever a model does: with the kernels of `gla_ext.model.step` (up to 32
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
-from parts import bench_generate
+from parts import bench_buffered, bench_generate
 from parts.bench_generate import Sizes, emptied
 from shared.models import Ours
 from shared.timing import copy_bytes_per_s
@@ -131,9 +132,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16, 32, 256])
     parser.add_argument("--no-launches", action="store_true", help="tokens/s alone")
+    parser.add_argument("--buffers", action="store_true", help="a step with buffers, nothing else")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_decode.py: expected a CUDA GPU, found none")
+    if args.buffers:
+        return bench_buffered.main()
     sizes = Sizes(prompt=64, batches=tuple(args.batches))
     check(sizes)
     measure(sizes, not args.no_launches)
