@@ -51,15 +51,11 @@ def assert_same_states(buffered, plain, bound=1e-12):
             assert_close(ours["recurrent_state"], theirs["recurrent_state"], bound)
 
 
-def of_device(device):
-    return (torch.float64, 1e-12) if device == "cpu" else (torch.float32, 1e-5)
-
-
 @pytest.mark.usefixtures("buffers")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @by_options
-def test_tokens_and_states(options, device):
+def test_tokens_and_states(options, dtype, bound, device):
     """A state is written once in LENGTH steps."""
-    dtype, bound = of_device(device)
     model = make_model(dtype, **options).to(device)
     decoders = pair(model)
     first = [decoder.prefill(PROMPTS) for decoder in decoders]
