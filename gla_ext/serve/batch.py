@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gla_ext.cache import StaticGLACache
+from gla_ext.cache._tokens import TokenBuffers, are_faster
 from gla_ext.decode import _capture
 from gla_ext.decode._graph_key import GraphKeys
 from gla_ext.decode._loop import check_place, place_of
@@ -45,7 +46,7 @@ class Batch:
 
     Attributes:
         cache: the memory of the layers.
-        row_nbytes: memory of a row.
+        row_nbytes: memory of a row's states.
         checkpoints: the rows that hold checkpoints and no sequences.
         every: as above, but 0 if there can be no checkpoints in the middle of prompts: there are no
             rows for them, `fixed` is set, or a layer cannot process prompts by `chunk_gla_`.
@@ -69,7 +70,8 @@ class Batch:
         self._place = device, _, vocab_size = place_of(model)
         self.most_scored = max(SCORED_BYTES // (4 * vocab_size) // CHUNK, 1) * CHUNK
         self._has_graphs = cuda_graph
-        self._graphs = _capture.GraphsOnDemand(self._capture)  # by the number of rows
+        # By the number of rows, and whether tokens are kept in buffers.
+        self._graphs = _capture.GraphsOnDemand(self._capture)
         self._keys = GraphKeys()
         graphs_of_prompts = cuda_graph and not fixed
         taken = self._rows + graphs_of_prompts  # one spare row for prompts' graphs
@@ -77,7 +79,10 @@ class Batch:
             self.tokens = torch.zeros(self._rows, dtype=torch.long, device=device)
             self._logits = torch.zeros(taken, vocab_size, device=device)
             self._adjustments = Adjustments(self._rows, vocab_size, device)
-            states = self._make_states(taken, state_dtype, checkpoint_bytes)
+            tokens = None
+            if not fixed and are_faster(self._rows, device):
+                tokens = TokenBuffers(taken, device)
+            states = self._make_states(taken, state_dtype, checkpoint_bytes, tokens)
             self.checkpoints = range(taken, states.batch_size)
             layers = _layers_of(model)
             self._layers = len(layers)
@@ -94,16 +99,20 @@ class Batch:
                 self._prompts = PromptGraphs(self._read, self._record, *form)
 
     def _make_states(
-        self, taken: int, state_dtype: torch.dtype | None, checkpoint_bytes: int
+        self,
+        taken: int,
+        state_dtype: torch.dtype | None,
+        checkpoint_bytes: int,
+        tokens: TokenBuffers | None,
     ) -> StaticGLACache:
         """A cache of `taken` rows, plus as many rows for checkpoints as checkpoint_bytes hold."""
         one = StaticGLACache(1)
-        one.state_dtype = state_dtype
+        one.state_dtype, one.buffers = state_dtype, tokens
         with one.prefill():
             self._model(self.tokens[:1].unsqueeze(0), past_key_values=one, use_cache=True)
         self.row_nbytes = sum(x.nbytes for x in one.tensors())
         states = StaticGLACache(taken + checkpoint_bytes // max(self.row_nbytes, 1))
-        states.state_dtype, states.zeroed = state_dtype, taken
+        states.state_dtype, states.zeroed, states.buffers = state_dtype, taken, tokens
         with states.prefill(self.tokens[:1]):  # for row 0, whatever its states
             for layer_idx, entry in enumerate(one):
                 states.update(layer_idx=layer_idx, **entry)
@@ -112,7 +121,7 @@ class Batch:
     def warm_up(self) -> None:
         """Captures the missing graphs, if graphs are used."""
         if self._has_graphs:
-            self._graphs.warm_up(self._caches)
+            self._graphs.warm_up((n, cache.begin_step()) for n, cache in self._caches.items())
         if self._prompts is not None:
             self._prompts.warm_up()
 
@@ -124,6 +133,7 @@ class Batch:
                 number of layers, or whose prompts could no longer leave checkpoints in their
                 middle.
         """
+        self._caches[self._rows].flush()  # what the layers are now may know of no buffers
         if not self._keys.fit(self._model):
             _capture.wait_for_replays(self.tokens.device)
             self._keys = GraphKeys()
@@ -136,8 +146,9 @@ class Batch:
             wanted = f"{self._layers} layers" + " that pass prompts in chunks" * bool(self.every)
             raise ValueError(f"Engine: expected {wanted}, as before, got others; make a new Engine")
 
-    def _capture(self, count: int) -> _capture.Graph | None:
+    def _capture(self, kind: tuple[int, bool]) -> _capture.Graph | None:
         """The graph of a step of `count` rows. All rows wait during the capture."""
+        count, _ = kind
         self.cache.activate([])
         self._active = []
         return self._record(functools.partial(self._advance, self._caches[count], count))
@@ -152,6 +163,7 @@ class Batch:
     def _advance(self, cache: Any, count: int) -> None:
         tokens = self.tokens[:count].unsqueeze(1)
         output = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache.count_token()
         self._logits[:count].copy_(output.logits[:, -1])
 
     @torch.no_grad()
@@ -159,12 +171,14 @@ class Batch:
         """Processes the last token of the rows, and stores their logits for `draw`."""
         wanted = sorted(rows)
         count = self._size(wanted)
-        graph = self._graphs.find(count) if self._has_graphs else None
+        cache = self._caches[count]
+        kind = (count, cache.begin_step())
+        graph = self._graphs.find(kind) if self._has_graphs else None
         if wanted != self._active:
             self.cache.activate(wanted)
             self._active = wanted
         if graph is None:
-            self._advance(self._caches[count], count)
+            self._advance(cache, count)
         else:
             graph.replay()
 

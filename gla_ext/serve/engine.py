@@ -70,6 +70,8 @@ class Engine:
     always have all rows. In another row a BLAS may round differently. Such an engine is slower with
     many short prompts.
 
+    On CUDA, steps of more than 32 rows keep tokens beside the states, as in `Decoder`.
+
     Args:
         model: a `GLAForCausalLM` in eval mode.
         tokenizer: converts between tokens and text. Default: None (no text, and no stop strings).

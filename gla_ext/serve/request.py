@@ -25,7 +25,8 @@ class Limits:
     """The limits of an engine.
 
     Args:
-        rows: sequences that are decoded at once.
+        rows: sequences that are decoded at once. On CUDA with more than 32, a row also has room for
+            16 tokens beside its states, unless the engine was made inside `batch_invariant()`.
         waiting: sequences that may wait for a row; more are rejected.
         prompt_tokens: most tokens of a prompt.
         new_tokens: most new tokens that a request may ask for.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
+
+from gla_ext.model.files import read_json
 
 CONTEXT = 16  # tokens of the prompt that are decoded before the first new one
 LONGEST_OPEN = 16  # tokens that may be held back for the rest of a character
@@ -43,7 +44,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         ValueError: if there is none and the model's vocabulary is not the 256 bytes.
     """
     path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text("utf-8")) if path.exists() else {"gla_ext_bytes": True}
+    config = read_json(path) if path.exists() else {"gla_ext_bytes": True}
     chats = "chat_template" in config or (folder / "chat_template.jinja").exists()
     if chats or not config.get("gla_ext_bytes"):
         from transformers import AutoTokenizer

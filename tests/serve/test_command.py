@@ -108,7 +108,7 @@ def test_folders_that_hold_no_model(folder, tmp_path, capsys):
         ("config.json", "{", "to be JSON, got"),
         ("config.json", json.dumps(whole | {"model_type": "llama"}), "model_type to be 'gla'"),
         ("config.json", json.dumps(whole | {"num_heads": "two"}), "num_heads"),
-        ("config.json", "[1]", "config.json to be a JSON object, got [1]"),
+        ("config.json", "[1]", "config.json to be a JSON object, got list"),
         ("model.safetensors", "none", "to be a whole safetensors file"),
     ):
         shutil.copytree(folder, tmp_path / "odd")
