@@ -184,8 +184,9 @@ def test_over_http():
         options = {"logit_bias": {"65": 100, "66": 97}, "frequency_penalty": 2, "min_p": 0.1}
         assert set(post(**options).json()["choices"][0]["text"]) == {"A", "B"}
         nothing = {"logit_bias": {}, "presence_penalty": 0, "min_p": 0, "suffix": "", "top_k": None}
-        reply = post(**nothing, max_tokens=8)
-        assert reply.json()["choices"] == post().json()["choices"]
+        for top_k in (None, 0, -1):
+            reply = post(**nothing | {"top_k": top_k}, max_tokens=8)
+            assert reply.json()["choices"] == post().json()["choices"]
         for fields, message in (
             ({"logit_bias": {"a": 1}}, "expected logit_bias to be an object of numbers, whose nam"),
             ({"logit_bias": {"1": "a"}}, "expected logit_bias to be an object of numbers"),
