@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from experiments import borrowed
 from experiments.models import has_state, make_model, settings_of
 from experiments.runs import Run
-from gla_ext.model import GLAForCausalLM
 from gla_ext.train.data import DOCUMENT_START, Corpus
 from gla_ext.train.trainer import Trainer
 
@@ -38,9 +39,14 @@ class LanguageTrainer(Trainer):
         self.long = long_documents(corpus)
         super().__init__(settings_of(run, device), corpus, device, cuda_graph=cuda_graph)
 
-    def make_model(self) -> GLAForCausalLM:
+    def make_model(self) -> nn.Module:
         """A model of the run's layer."""
-        return make_model(self.run.layer, self.settings.model_config())
+        run, tokens = self.run, (self.corpus.vocab_size, self.corpus.document_start)
+        if run.layer in borrowed.NAMES:
+            sizes = (run.width, run.layers, self.corpus.vocab_size, run.seq_len)
+            return borrowed.language_model(run.layer, *sizes)
+        config = replace(self.settings.model_config(*tokens), max_position_embeddings=run.seq_len)
+        return make_model(run.layer, config)
 
     def score(self, by_position: list[tuple[int, float]]) -> float:
         """Held-out bits a byte; of a layer without a state, of the long documents' first tokens, as
