@@ -15,6 +15,7 @@ from experiments.runs import Results, Run, Sweep
 # Name: layer and heads, K = V = 64 a head of attention.
 LAYERS = {"GLA": ("gla", 4), "RetNet": ("retnet", 4), "Transformer++": ("attention", 8)}
 LONGER, SEGMENTS = 4, 12  # 8K, and 12 segments of 2K
+NEAR = f"{LONGER} in a row"  # rows of a batch: as few places of the text as at 8K, at 2K
 
 
 def runs(scale: str, results: Results, text: str) -> Iterator[Run]:
@@ -25,19 +26,22 @@ def runs(scale: str, results: Results, text: str) -> Iterator[Run]:
 def _trained(size: Scale) -> dict[str, tuple[str, str, dict[str, int]]]:
     """What is trained, by a name such as "GLA at 8K": the layer, the length, and the settings of a
     run that the length changes. The number of tokens a step is always the same. There is no
-    Transformer++ in segments, because it has no state to pass to the next segment.
+    Transformer++ in segments, because it has no state to pass to the next segment. GLA alone is
+    also trained on the batches of the longer length in parts, each from no state.
     """
     T, longer = size.seq_len, LONGER * size.seq_len
     lengths = {
         _kilo(T): {},
         _kilo(longer): {"seq_len": longer, "batch_size": max(1, size.batch_size // LONGER)},
         f"{SEGMENTS} x {_kilo(T)}": {"segments": SEGMENTS},
+        f"{_kilo(T)}, {NEAR}": {"consecutive": min(LONGER, size.batch_size)},
     }
     return {
         f"{layer} at {length}": (layer, length, changes)
         for layer in LAYERS
         for length, changes in lengths.items()
         if not (layer == "Transformer++" and "segments" in changes)
+        if not (layer != "GLA" and "consecutive" in changes)
     }
 
 
