@@ -16,6 +16,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+from experiments.comparisons import claims
 from experiments.run import EXPERIMENTS, Texts, vocabulary
 from experiments.runs import RESULTS, Results, foreseen
 from gla_ext.model.files import write_text
@@ -103,6 +104,7 @@ def write(page: Path, scale: str, results: Results) -> None:
         if section := module.report(scale, results, text, page.parent):
             section = f"{section}\n\n{progress(name, scale, results, text)}"
         sections[name] = section
+    sections["claims"] = claims.report(scale, results, texts, EXPERIMENTS)
     sections["summary"] = summary(results, texts)
     content = page.read_text(encoding="utf-8")
     for name, section in sections.items():

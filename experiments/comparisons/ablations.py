@@ -78,12 +78,12 @@ class Comparison:
         """A table of variants, with the probability that each is no other than `beside`, and what
         may be said; '' while there are no results.
         """
-        sweep = self._sweep(scale, results, text)
+        sweep, scores = self._sweep(scale, results, text), self.scores(scale, results, text)
         papers = {name: of[2] for name, of in self.variants.items() if len(of) > 2}
         names = sorted(self.variants, key=lambda name: papers.get(name, 0))
+        scores = {name: scores[name] for name in names if name in scores}
         found = {name: results.of(sweep.chosen(name, whole=False)) for name in names}
         measured = {name: [self.measure(x) for x in done] for name, done in found.items() if done}
-        scores = {name: finite(of) for name, of in measured.items() if finite(of)}
         rows = []
         for name, of in measured.items():
             beside = (scores.get(name, ()), scores.get(self.beside, ()))
@@ -97,6 +97,15 @@ class Comparison:
         edges = sweep.at_edges(names)
         said = " ".join(filter(None, (verdict(scores, self.beside), ordered, edges)))
         return f"{table(head, rows)}\n\n{said}" if rows else ""
+
+    def scores(self, scale: str, results: Results, text: str) -> dict[str, list[float]]:
+        """Of each variant what is compared of its seeds at the best rate so far, but of runs that
+        diverged.
+        """
+        sweep = self._sweep(scale, results, text)
+        found = {name: results.of(sweep.chosen(name, whole=False)) for name in self.variants}
+        scores = {name: finite(map(self.measure, of)) for name, of in found.items()}
+        return {name: of for name, of in scores.items() if of}
 
     def _sweep(self, scale: str, results: Results, text: str) -> Sweep:
         size = self.sizes[scale]
@@ -115,5 +124,5 @@ def _parameters(result: Result) -> str:
     return f"{parameters / 1e6:.2f} M{note}"
 
 
-_COMPARISON = Comparison(VARIANTS, "GLA, 4 heads", ("variant", "p, against GLA"))
-runs, report = _COMPARISON.runs, _COMPARISON.report
+comparison = Comparison(VARIANTS, "GLA, 4 heads", ("variant", "p, against GLA"))
+runs, report = comparison.runs, comparison.report

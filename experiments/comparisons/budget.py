@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.comparisons import mqar
 from experiments.comparisons.figures import MARKERS, figure, line, table
 from experiments.recall import SOLVED
-from experiments.runs import Results, Run, Sweep, spread
+from experiments.runs import Result, Results, Run, Sweep, spread
 
 BORROWED = ("hyena", "mamba", "rwkv")
 LAYERS = ("attention", "gla", "gla, convolution", "retnet", "head gate", *BORROWED)
@@ -59,19 +59,25 @@ class Budget:
 
         return Sweep(make, RATES[scale], size.seeds, results)
 
+    def done(self, scale: str, results: Results) -> dict[str, dict[int, list[Result]]]:
+        """What is done at the best rates so far, one a seed, of each layer and width."""
+        size = mqar.SCALES[scale]
+        if self.place >= len(size.difficulties):
+            return {}
+        sweeps = {width: self._sweep(scale, width, results) for width in size.widths}
+        return {
+            layer: {w: results.of(sweep.chosen(layer, whole=False)) for w, sweep in sweeps.items()}
+            for layer in LAYERS
+        }
+
     def report(self, scale: str, results: Results, text: str, folder: Path) -> str:
         """Draws the task's figure and returns its table: accuracy, and in brackets the rate."""
-        size, drawn = mqar.SCALES[scale], {}
-        if self.place >= len(size.difficulties):
+        size = mqar.SCALES[scale]
+        drawn = {x: of for x, of in self.done(scale, results).items() if any(of.values())}
+        if not drawn:
             return ""
         seq_len, pairs, _ = size.difficulties[-1 - self.place]
         sweeps = {width: self._sweep(scale, width, results) for width in size.widths}
-        for layer in LAYERS:
-            of = {w: results.of(sweep.chosen(layer, whole=False)) for w, sweep in sweeps.items()}
-            if any(of.values()):
-                drawn[layer] = of
-        if not drawn:
-            return ""
         name, rows = f"experiments_budget_{seq_len}.png", []
         with figure(folder / name) as (axis,):
             for place, (layer, of) in enumerate(drawn.items()):

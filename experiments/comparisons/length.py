@@ -113,3 +113,24 @@ def _of_part(parts: list[list[float]]) -> str:
         return ""
     mean = f"{statistics.fmean(means):.3f}"
     return mean if len(means) == 1 else f"{mean} ± {statistics.stdev(means):.3f}"
+
+
+def shortest(scale: str) -> str:
+    """The name of the shortest length of training."""
+    return _kilo(SCALES[scale].seq_len)
+
+
+def ends(
+    scale: str, results: Results, text: str
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Of what is trained, one a seed: mean bits a byte of the first 8th, and of the second half."""
+    sweep = _sweep(scale, results, text)
+    found: tuple[dict[str, list[float]], dict[str, list[float]]] = ({}, {})
+    for name in _trained(SCALES[scale]):
+        for result in results.of(sweep.chosen(name, whole=False)):
+            bits = [bits for _, bits in result.details["by_position"]]
+            parts = (bits[: max(1, len(bits) // 8)], bits[len(bits) // 2 :])
+            for of, part in zip(found, parts, strict=True):
+                if bits:
+                    of.setdefault(name, []).append(statistics.fmean(part))
+    return found

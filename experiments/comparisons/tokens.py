@@ -1,8 +1,8 @@
 """The ablations and the Transformer++ on tokens, beside v3 of the paper's Table 2.
 
-The text, the blocks, the number of updates and about the number of bytes of each are those of the
-runs on bytes; windows are of as many tokens as those are of bytes, so they see some four times as
-much text. All layers are scored in windows of that length, each from no state.
+The text, the blocks and the number of updates are those of the runs on bytes. Windows have as many
+tokens as those have bytes and batches a quarter as many windows, so that an update has about as
+many bytes. All layers are scored in windows of that length, each from no state.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ VARIANTS = {
     "GLA, convolution": ("gla, convolution", 4),
     "RetNet": ("retnet", 4),
     "data-dependent scalar gate": ("head gate", 4),
+    "constant scalar decay": ("constant", 4),
     "no gate": ("no gate", 4, 23.21),
     "gates on keys and values": ("gla, values too", 4, 14.86),
     "gates on values": ("values alone", 4, 15.15),
