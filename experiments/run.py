@@ -41,6 +41,7 @@ EXPERIMENTS = {
     "budget_64": Budget(3),
     "tokens_8k": tokens.AT_8K,
     "tokens_32k": tokens.AT_32K,
+    "tokens_length": length.ON_TOKENS,
 }
 # Against GLA: what a step takes longer alone on a GPU.
 SLOWER = {"retnet": 1.5, "hyena": 2.5, "rwkv": 2.5, "mamba": 2.0}

@@ -120,7 +120,7 @@ def report(scale: str, results: Results, texts: dict[int, str], experiments: dic
                 found = judged(a, b, apart, claim.alike)
                 rows.append([claim.text, claim.paper, ours, found, f"`{experiment}`, {what}"])
     rows += _of_recall(scale, results, experiments)
-    rows += _of_length(scale, results, texts.get(0, ""))
+    rows += _of_length(scale, results, texts)
     return table(["claim", "paper", "here", "", "runs"], rows) if rows else ""
 
 
@@ -162,16 +162,18 @@ def _of_recall(scale: str, results: Results, experiments: dict[str, Any]) -> Ite
                 yield [f"{text} (Figure 4)", "all cells", ours, said, name]
 
 
-def _of_length(scale: str, results: Results, text: str) -> Iterator[list[str]]:
-    """Whether the loss rises beyond the length of training, and if longer training helps."""
-    first, last = length.ends(scale, results, text)
-    for name, rises in (("GLA", False), ("RetNet", False), ("Transformer++", True)):
-        at = f"{name} at {length.shortest(scale)}"
-        a, b = first.get(at, []), last.get(at, [])
-        if len(a) > 1:
-            ours = f"{fmean(a):.3f}, then {fmean(b):.3f}{in_brackets(a, b)}"
-            found = judged(a, b, welch(a, b) < LEVEL, alike=not rises)
-            said = (
-                f"{name}'s loss {'rises' if rises else 'stays level'} beyond its length (Figure 5)"
-            )
-            yield [said, "figure", ours, found, f"`length`, first 8th and second half, {at}"]
+def _of_length(scale: str, results: Results, texts: dict[int, str]) -> Iterator[list[str]]:
+    """Whether the loss rises beyond the length of training."""
+    for runs, of in (("length", length.comparison), ("tokens_length", length.ON_TOKENS)):
+        text = texts.get(of.sizes[scale].vocabulary, "")
+        first, last = of.ends(scale, results, text)
+        for name in of.layers:
+            rises, at = name == "Transformer++", f"{name} at {of.shortest(scale)}"
+            a, b = first.get(at, []), last.get(at, [])
+            if len(a) > 1:
+                ours = f"{fmean(a):.3f}, then {fmean(b):.3f}{in_brackets(a, b)}"
+                found = judged(a, b, welch(a, b) < LEVEL, alike=not rises)
+                said = "rises" if rises else "stays level"
+                claim = f"{name}'s loss {said} beyond its length (Figure 5)"
+                where = f"`{runs}`, first 8th and second half, {at}"
+                yield [claim, "figure", ours, found, where]

@@ -134,3 +134,19 @@ def test_long_runs_share_a_gpu_with_few():
     )
     narrow = next(of for of in runs if (of.layer, of.width) == ("gla", 128))
     assert 1 / 8 < run.share(narrow) < 1 / 4
+
+
+def test_lengths_on_tokens(tmp_path):
+    """Mamba, without a state here, is not trained in segments."""
+    lengths, results = run.EXPERIMENTS["tokens_length"], Results([])
+    curve = [[place * 256, 1.5] for place in range(64)]
+    for of in lengths.runs("full", results, "digest"):
+        results.add(result(of, 1.5, by_position=curve))
+    trained = {(of.run.layer, of.run.seq_len, of.run.segments) for of in results}
+    assert {of.run.vocabulary for of in results} == {32_000}
+    assert {of.run.seq_len * of.run.batch_size for of in results} == {2048 * 8}
+    assert ("mamba", 8192, 1) in trained and ("mamba", 2048, 12) not in trained
+    assert ("gla", 2048, 12) in trained
+    page = lengths.report("full", results, "digest", tmp_path)
+    assert f"| Mamba | 8K | {' | '.join(['1.500 ± 0.000'] * 4)} | 0.002 | 3 |" in page
+    assert (tmp_path / "experiments_length_tokens.png").is_file()
