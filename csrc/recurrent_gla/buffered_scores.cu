@@ -18,55 +18,72 @@ namespace gla_ext::cuda {
 namespace recurrent {
 namespace {
 
-// k and the decays of one key channel, for every place of a buffer.
-struct Channel {
-  float k[kMostBuffered], a[kMostBuffered];
+// One channel of some places of a buffer, in the format of memory: of its first `held` tokens and,
+// behind them, of new ones, up to place `end`. Absent tensors and other places are 0.
+constexpr int kLoaded = 8;
+struct Column {
+  uint32_t bits[kLoaded];
 
-  // The first `held` places of the buffer and, behind them, `added` new tokens.
-  __device__ __forceinline__ void load(const Recurrence& p, const Buffers& b, const BufferRow& row,
-                                       int held, int added, int key) {
-    uint32_t k_bits[kMostBuffered], g_bits[kMostBuffered];
+  template <class Word>
+  __device__ __forceinline__ void load(const Rows& buffer, int64_t old, const Rows& tokens,
+                                       int64_t fresh, int first, int held, int end) {
+    int64_t old_step = buffer.stride_t, step = tokens.stride_t;
+    // No multiple of them is kept for the next call: registers are few.
+    asm volatile("" : "+l"(old_step), "+l"(step));
 #pragma unroll
-    for (int j = 0; j < kMostBuffered; ++j) {
-      const bool old = j < held, there = key < p.K && j < held + added;
-      const Rows &from_k = old ? b.k : p.k, &from_g = old ? b.g : p.gk;
-      const int64_t of_k = old ? row.buffer_offset(b.k, j) : row.offset(p.k, j - held);
-      const int64_t of_g =
-          old ? row.buffer_offset(b.g, j) + key : row.offset(p.gk, j - held) + p.gk_step * key;
-      k_bits[j] = load_bits(from_k, of_k + key, there);
-      g_bits[j] = load_bits(from_g, of_g, there && from_g.data != nullptr);
+    for (int i = 0; i < kLoaded; ++i) {
+      const int j = first + i;
+      bits[i] = 0;
+      if (j < held)
+        bits[i] = static_cast<const Word*>(buffer.data)[old + j * old_step];
+      else if (j < end && tokens.data != nullptr)
+        bits[i] = static_cast<const Word*>(tokens.data)[fresh + (j - held) * step];
     }
-#pragma unroll
-    for (int j = 0; j < kMostBuffered; ++j) {
-      k[j] = value_of(k_bits[j], b.k.dtype);
-      a[j] = decay_of(value_of(g_bits[j], b.g.dtype));
-    }
+  }
+  __device__ __forceinline__ Column(const Rows& buffer, int64_t old, const Rows& tokens,
+                                    int64_t fresh, int first, int held, int end) {
+    if (buffer.dtype == DType::kFloat)
+      load<uint32_t>(buffer, old, tokens, fresh, first, held, end);
+    else
+      load<uint16_t>(buffer, old, tokens, fresh, first, held, end);
   }
 };
 
-// k~ of one key channel, and the decay of all tokens. Places without a token have k = 0 and a = 1.
+// Calls f(place, k, decay) of one key channel for every place, the last first. Those from `end` on
+// have no token: k = 0 and a decay of 1.
+template <class F>
+__device__ __forceinline__ void for_places(const Recurrence& p, const Buffers& b,
+                                           const BufferRow& row, int key, int held, int end,
+                                           F&& f) {
+  if (key >= p.K) held = end = 0;
+#pragma unroll
+  for (int first = kMostBuffered - kLoaded; first >= 0; first -= kLoaded) {
+    const Column k(b.k, row.buffer_offset(b.k, 0) + key, p.k, row.offset(p.k, 0) + key, first, held,
+                   end);
+    const Column g(b.g, row.buffer_offset(b.g, 0) + key, p.gk,
+                   row.offset(p.gk, 0) + p.gk_step * key, first, held, end);
+#pragma unroll
+    for (int i = kLoaded - 1; i >= 0; --i)
+      f(first + i, value_of(k.bits[i], b.k.dtype), decay_of(value_of(g.bits[i], b.g.dtype)));
+  }
+}
+
+// k~ of one key channel, and the decay of all tokens of the buffer.
 __device__ __forceinline__ void store_fold_keys(const Recurrence& p, const Buffers& b,
-                                                const BufferRow& row, const Channel& channel,
-                                                int key) {
+                                                const BufferRow& row, int key) {
   const int Kp = padded_keys(p.K);
   if (key >= Kp) return;
-  float x[kFoldPitch]{}, w = 1;
-#pragma unroll
-  for (int j = kMostBuffered - 1; j >= 0; --j) {
-    x[j] = w * channel.k[j];
-    w *= channel.a[j];
-  }
-  x[kMostBuffered] = w;
-  if (p.state_v_first) {
-    float* to = b.keys + int64_t{row.keys} * kFoldRows * Kp + key;
-#pragma unroll
-    for (int j = 0; j < kFoldRows; ++j) to[j * Kp] = x[j];
-  } else {
-    float* to = b.keys + (int64_t{row.keys} * Kp + key) * kFoldPitch;
-#pragma unroll
-    for (int j = 0; j < kFoldPitch; j += 4)
-      *reinterpret_cast<float4*>(to + j) = make_float4(x[j], x[j + 1], x[j + 2], x[j + 3]);
-  }
+  const int64_t step = p.state_v_first ? Kp : 1;
+  float* to = b.keys + (p.state_v_first ? int64_t{row.keys} * kFoldRows * Kp + key
+                                        : (int64_t{row.keys} * Kp + key) * kFoldPitch);
+  float w = 1;
+  for_places(p, b, row, key, row.held, row.held, [&](int j, float k, float a) {
+    to[j * step] = w * k;
+    w *= a;
+  });
+  to[kMostBuffered * step] = w;
+  if (p.state_v_first) return;
+  for (int j = kFoldRows; j < kFoldPitch; ++j) to[j] = 0;
 }
 
 // Copies an element of a row as it is.
@@ -80,7 +97,7 @@ __device__ __forceinline__ void copy_element(const Rows& to, int64_t i, const Ro
 }
 
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     buffered_scores_kernel(const __grid_constant__ Recurrence p,
                            const __grid_constant__ Buffers b) {
   constexpr int kWarpsOfBlock = kThreads / 32;
@@ -93,22 +110,15 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll 1
   for (int first = 0; first < Kp; first += kThreads) {
     const int key = first + static_cast<int>(threadIdx.x);
-    Channel channel;
-    if (row.folds && row.owns_keys) {
-      channel.load(p, b, row, row.held, 0, key);
-      store_fold_keys(p, b, row, channel, key);
-    }
-    channel.load(p, b, row, first_place, T, key);
+    if (row.folds && row.owns_keys) store_fold_keys(p, b, row, key);
 #pragma unroll 1
     for (int t = 0; t < T; ++t) {
       float w = p.scale * value_of(load_bits(p.q, row.offset(p.q, t) + key, key < p.K), p.q.dtype);
       float x[kMostBuffered];
-#pragma unroll
-      for (int j = kMostBuffered - 1; j >= 0; --j) {
-        const bool earlier = j <= first_place + t;
-        x[j] = earlier ? w * channel.k[j] : 0.f;
-        if (earlier) w *= channel.a[j];
-      }
+      for_places(p, b, row, key, first_place, first_place + t + 1, [&](int j, float k, float a) {
+        x[j] = w * k;
+        w *= a;
+      });
       if (key < p.K) b.queries[(int64_t{row.run} * T + t) * Kp + key] = w;
       const float sum = sums_of_warp(x);
       if (lane % 2 == 0) {
@@ -117,6 +127,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     if (row.owns_keys && key < p.K) {
+#pragma unroll 1
       for (int t = 0; t < T; ++t) {
         copy_element(b.k, row.buffer_offset(b.k, first_place + t) + key, p.k,
                      row.offset(p.k, t) + key);
@@ -126,7 +137,9 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   if (row.owns_keys) {
+#pragma unroll 1
     for (int value = threadIdx.x; value < p.V; value += kThreads)
+#pragma unroll 1
       for (int t = 0; t < T; ++t) {
         const int64_t place = row.buffer_offset(b.v, first_place + t) + value;
         if (row.folds && t < row.held)

@@ -263,8 +263,9 @@ struct BufferedState {
   template <int kT, class Shared>
   __device__ __forceinline__ static void multiply_value_rows(Shared& s) {
     constexpr int kOfValue = Tile::kOfValue;
-#pragma unroll
+#pragma unroll 1
     for (int first = 0; first < kPieces; first += kOfValue) {
+      asm volatile("" ::: "memory");  // no query is kept for the next value
       float o[kT]{};
 #pragma unroll
       for (int i = first; i < first + kOfValue; ++i) {
