@@ -73,17 +73,13 @@ __device__ __forceinline__ void store_fold_keys(const Recurrence& p, const Buffe
                                                 const BufferRow& row, int key) {
   const int Kp = padded_keys(p.K);
   if (key >= Kp) return;
-  const int64_t step = p.state_v_first ? Kp : 1;
-  float* to = b.keys + (p.state_v_first ? int64_t{row.keys} * kFoldRows * Kp + key
-                                        : (int64_t{row.keys} * Kp + key) * kFoldPitch);
+  float* to = b.keys + int64_t{row.keys} * kFoldRows * Kp + key;
   float w = 1;
   for_places(p, b, row, key, row.held, row.held, [&](int j, float k, float a) {
-    to[j * step] = w * k;
+    to[j * Kp] = w * k;
     w *= a;
   });
-  to[kMostBuffered * step] = w;
-  if (p.state_v_first) return;
-  for (int j = kFoldRows; j < kFoldPitch; ++j) to[j] = 0;
+  to[kMostBuffered * Kp] = w;
 }
 
 // Copies an element of a row as it is.

@@ -116,7 +116,7 @@ class RecurrentCall : Launch {
     input(b.g, a.buffer_g);
     input(b.count, a.count);
     float** parts[]{&b.scores, &b.queries, &b.keys, &b.values};
-    const int64_t sizes[]{B * p.H * T * kMostBuffered, B * p.H * T * Kp, B * HK * Kp * kFoldPitch,
+    const int64_t sizes[]{B * p.H * T * kMostBuffered, B * p.H * T * Kp, B * HK * kFoldRows * Kp,
                           B * HK * T * p.V};
     const int64_t total = std::accumulate(std::begin(sizes), std::end(sizes), int64_t{0});
     float* next = hold(at::empty({total}, options_.dtype(at::kFloat))).mutable_data_ptr<float>();
