@@ -6,6 +6,7 @@
 #include "buffered.h"
 #include "common/heads.h"
 #include "cuda/host/launch.h"
+#include "cuda/host/plan_inputs.h"
 #include "cuda_pool.h"
 #include "dispatch/output.h"
 #include "low_rank_step.h"
@@ -104,7 +105,7 @@ class RecurrentCall : Launch {
 
   void forward() { launch(recurrent_forward, p); }
   void low_rank_step(LowRankGate gate) {
-    gate.overlaps = gate.overlaps && can_overlap();
+    gate.overlaps = gate.overlaps && takes_dependent_launch(options_.device());
     launch(recurrent_low_rank_step, p, gate);
   }
   void buffered_step(Buffers& b, const BufferedStep& a) {
@@ -121,7 +122,7 @@ class RecurrentCall : Launch {
     const int64_t total = std::accumulate(std::begin(sizes), std::end(sizes), int64_t{0});
     float* next = hold(at::empty({total}, options_.dtype(at::kFloat))).mutable_data_ptr<float>();
     for (int i = 0; i < 4; ++i) *parts[i] = next, next += sizes[i];
-    launch(recurrent_buffered_step, p, b, can_overlap());
+    launch(recurrent_buffered_step, p, b, takes_dependent_launch(options_.device()));
   }
   void verify() { launch(recurrent_verify, p, multiprocessors()); }
   void backward() {
@@ -136,10 +137,6 @@ class RecurrentCall : Launch {
   }
 
  private:
-  // Whether a kernel may start before the one before it is done.
-  bool can_overlap() const {
-    return at::cuda::getDeviceProperties(options_.device().index())->major >= 9;
-  }
   // The grid of a kernel has a block for at least kValues values of a head of a sequence.
   void check_heads(const char* op, const Shape& shape) const {
     constexpr int64_t kValues = 16;

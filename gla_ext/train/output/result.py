@@ -48,13 +48,14 @@ tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
 ```
 
-`python -m gla_ext.serve {name}` serves it.
+`python -m gla_ext.generate {name} TEXT` continues a text, `python -m gla_ext.serve {name}` serves
+the model.
 """
 
 
 def device_name(device: torch.device) -> str:
     """The GPU's name, or cpu."""
-    return torch.cuda.getdevice_name(device) if device.type == "cuda" else str(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def write_result(
