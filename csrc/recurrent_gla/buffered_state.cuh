@@ -16,10 +16,11 @@ struct BufferedTile {
   static constexpr bool kVFirst = kVFirst_;
   static constexpr int kThreads = kK > 512 ? 512 : 256;
   static constexpr int kC = 16 / sizeof(State);
-  static constexpr int kValues = (kK > 256 ? 8 : 16) * kC;
+  static constexpr int kPieces = 8;
+  static constexpr int kValues = kPieces * kThreads * kC / kK;
   static constexpr int kRows = kVFirst ? kValues : kK, kColumns = kVFirst ? kK : kValues;
   static constexpr int kLanes = kColumns / kC, kGroups = kThreads / kLanes;
-  static constexpr int kPieces = kRows / kGroups;
+  static_assert(kPieces == kRows / kGroups);
   // Sums over keys that make up an o.
   static constexpr int kParts = !kVFirst ? kThreads / 32 : kLanes > 32 ? kLanes / 32 : 1;
 
@@ -59,13 +60,10 @@ struct BufferedShared {
 
   uint4 state[Tile::kPieces][Tile::kThreads];  // a thread reads what it has copied there itself
   alignas(16) float v[Tile::kVFirst ? kRowNumbers : kColumnNumbers];
-  float A[kT][kMostBuffered];
+  alignas(16) float A[kT][kMostBuffered];
   union {
     alignas(16) float keys[Tile::kVFirst ? kColumnNumbers : kRowNumbers];  // of a fold
-    struct {                                                               // after it
-      alignas(16) float q[kT][Tile::kVFirst ? Tile::kColumns : Tile::kRows];
-      alignas(16) float o[kT][Tile::kParts][Tile::kValues];
-    };
+    float o[kT][Tile::kParts][Tile::kValues];                              // after it
   };
 
   __device__ __forceinline__ const float* rows() const { return Tile::kVFirst ? v : keys; }
@@ -76,15 +74,13 @@ struct BufferedShared {
   __device__ __forceinline__ static int key_index(int j, int key) {
     return Tile::kVFirst ? j * Tile::kColumns + Tile::place(key) : key * kFoldPitch + j;
   }
-  __device__ __forceinline__ static int query_index(int key) {
-    return Tile::kVFirst ? Tile::place(key) : key;
-  }
 };
 
 // A block's part of a state in shared memory.
 template <class Tile, class State, Access kAccess>
 struct BufferedState {
   static constexpr int kC = Tile::kC, kPieces = Tile::kPieces;
+  static constexpr int kFoldFloats = 32;
   using Piece = Vec<State, kC>;
 
   // Copies all pieces at once; they are there after `wait`.
@@ -108,7 +104,7 @@ struct BufferedState {
   template <class Shared>
   __device__ __forceinline__ static void fold(const Recurrence& p, State* matrix, int first_value,
                                               Shared& s) {
-    constexpr int kGroup = 32 / kC, kStep = 16 / kC;  // pieces and tokens at a time
+    constexpr int kGroup = kFoldFloats / kC, kStep = 2;  // pieces and tokens at a time
     static_assert(kPieces % kGroup == 0);
 #pragma unroll 1
     for (int first = 0; first < kPieces; first += kGroup) {
@@ -148,13 +144,13 @@ struct BufferedState {
     }
   }
 
-  // s.o of the queries in s.q.
+  // s.o of `queries` queries, from q on Kp apart; what is beyond them is not used.
   template <int kT, class Shared>
-  __device__ __forceinline__ static void multiply(Shared& s) {
+  __device__ __forceinline__ static void multiply(const float* q, int Kp, int queries, Shared& s) {
     if constexpr (Tile::kVFirst)
-      multiply_value_rows<kT>(s);
+      multiply_value_rows<kT>(q, Kp, queries, s);
     else
-      multiply_key_rows<kT>(s);
+      multiply_key_rows<kT>(q, Kp, queries, s);
   }
 
  private:
@@ -191,17 +187,22 @@ struct BufferedState {
 
   // A thread sums its rows of each column, then lanes of a warp are summed.
   template <int kT, class Shared>
-  __device__ __forceinline__ static void multiply_key_rows(Shared& s) {
-    float o[kT][kC]{};
+  __device__ __forceinline__ static void multiply_key_rows(const float* q, int Kp, int queries,
+                                                           Shared& s) {
+    float o[kT][kC]{}, r_q[kT][kPieces];
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+      for (int t = 0; t < kT; ++t)
+        r_q[t][i] = t < queries && Tile::row(i) < Kp ? q[t * Kp + Tile::row(i)] : 0.f;
+    wait();
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const Piece S = piece(s, i);
 #pragma unroll
-      for (int t = 0; t < kT; ++t) {
-        const float q = s.q[t][Tile::row(i)];
+      for (int t = 0; t < kT; ++t)
 #pragma unroll
-        for (int c = 0; c < kC; ++c) o[t][c] = fmaf(q, S[c], o[t][c]);
-      }
+        for (int c = 0; c < kC; ++c) o[t][c] = fmaf(r_q[t][i], S[c], o[t][c]);
     }
 #pragma unroll
     for (int t = 0; t < kT; ++t) {
@@ -220,35 +221,39 @@ struct BufferedState {
     }
   }
 
-  // A thread sums its columns of eight rows at a time, then the lanes of a row are summed, at most
-  // a warp.
+  // A thread sums its columns of each row, then the lanes of a row are summed, at most a warp.
   template <int kT, class Shared>
-  __device__ __forceinline__ static void multiply_value_rows(Shared& s) {
-    constexpr int kEight = 8, kWidth = Tile::kLanes < 32 ? Tile::kLanes : 32;
+  __device__ __forceinline__ static void multiply_value_rows(const float* q, int Kp, int queries,
+                                                             Shared& s) {
+    static_assert(kPieces == 8);
+    constexpr int kWidth = Tile::kLanes < 32 ? Tile::kLanes : 32, kOfSum = kWidth / kPieces;
     const int lane = threadIdx.x % kWidth, part = threadIdx.x % Tile::kLanes / 32;
-#pragma unroll 1
-    for (int first = 0; first < kPieces; first += kEight) {
-      float o[kT][kEight]{};
+    Row<4> r_q[kT][kC / 4];
 #pragma unroll
-      for (int t = 0; t < kT; ++t) {
-        float q[kC];
-        Tile::load_columns(q, s.q[t]);
+    for (int t = 0; t < kT; ++t)
 #pragma unroll
-        for (int i = 0; i < kEight; ++i) {
-          const Piece S = piece(s, first + i);
+      for (int c = 0; c < kC / 4; ++c)
+        r_q[t][c] = t < queries && Tile::column() < Kp
+                        ? load_row<4>(q + t * Kp + Tile::column() + 4 * c)
+                        : Row<4>{};
+    wait();
 #pragma unroll
-          for (int c = 0; c < kC; ++c) o[t][i] = fmaf(q[c], S[c], o[t][i]);
-        }
-        reduce_halves<8>(o[t], kWidth / 2);
-        reduce_halves<4>(o[t], kWidth / 4);
-        reduce_halves<2>(o[t], kWidth / 8);
-        float sum = o[t][0];
+    for (int t = 0; t < kT; ++t) {
+      float o[kPieces]{};
 #pragma unroll
-        for (int mask = kWidth / 16; mask > 0; mask /= 2)
-          sum += __shfl_xor_sync(0xffffffffu, sum, mask);
-        if (lane % (kWidth / kEight) == 0)
-          s.o[t][part][Tile::row(first + lane / (kWidth / kEight))] = sum;
+      for (int i = 0; i < kPieces; ++i) {
+        const Piece S = piece(s, i);
+#pragma unroll
+        for (int c = 0; c < kC; ++c) o[i] = fmaf(r_q[t][c / 4].x[c % 4], S[c], o[i]);
       }
+      reduce_halves<8>(o, kWidth / 2);
+      reduce_halves<4>(o, kWidth / 4);
+      reduce_halves<2>(o, kWidth / 8);
+      float sum = o[0];
+#pragma unroll
+      for (int mask = kOfSum / 2; mask > 0; mask /= 2)
+        sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+      if (lane % kOfSum == 0) s.o[t][part][Tile::row(lane / kOfSum)] = sum;
     }
   }
 };

@@ -7,7 +7,7 @@
 //         bytes at a time, before the first kernel is done
 // reads   q^, A, k~ of the first kernel, v [B, T, HK, V], buffer v [P, L, HK, V], state
 //         [P, H, K, V] or v-first
-// writes  o [B, T, H, V], and the state where it is folded
+// writes  o [B, T, H, V], v to the buffer, and the state where it is folded
 // Sums are made in fp32. o is made of the rounded state, which a later step will read. Every sum's
 // order depends on K, V, the layout and whether T is 1.
 #pragma once
@@ -16,58 +16,62 @@
 #include "buffered_state.cuh"
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "drafts.cuh"
 
 namespace gla_ext::cuda {
 namespace recurrent {
 
-// The tokens' v in fp32 in shared memory: in a fold those of the buffer, else also the new ones.
-// Places without a token are zero.
-template <class Tile, class Shared>
+// Four values of one token, of a buffer, of the new tokens or of those that a fold saved.
+template <class Tile, Access kAccess>
+struct FourValues {
+  // Lanes have neighbouring fours, or if values are rows in shared memory, neighbouring tokens.
+  static constexpr int kFours = Tile::kValues / 4;
+  __device__ __forceinline__ static int token(int x) {
+    return Tile::kVFirst ? x % kMostBuffered : x / kFours;
+  }
+  __device__ __forceinline__ static int value(int x) {
+    return 4 * (Tile::kVFirst ? x / kMostBuffered : x % kFours);
+  }
+};
+
+// The tokens' v in fp32 in shared memory: of `held` tokens of the buffer and of `added` new ones.
+// Of a fold, the first T places have been saved. Places without a token are zero.
+template <class Tile, Access kAccess, class Shared>
 __device__ __forceinline__ void load_values(const Recurrence& p, const Buffers& b,
                                             const BufferRow& row, int first_value, int held,
-                                            bool folds, Shared& s) {
-  constexpr int kLoads = kMostBuffered * Tile::kValues / Tile::kThreads;
+                                            int added, Shared& s) {
+  using Four = FourValues<Tile, kAccess>;
+  constexpr int kAll = kMostBuffered * Four::kFours;
+  constexpr int kLoads = (kAll + Tile::kThreads - 1) / Tile::kThreads;
   const int T = static_cast<int>(p.T);
-  uint32_t bits[kLoads];
+  FourBits<kAccess> bits[kLoads];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     const int x = i * Tile::kThreads + static_cast<int>(threadIdx.x);
-    const int j = x / Tile::kValues, value = first_value + x % Tile::kValues;
-    const bool inside = value < p.V;
-    bits[i] = 0;
-    if (folds && j < T) {
-      if (inside && j < held)
-        bits[i] = __float_as_uint(b.values[(int64_t{row.keys} * T + j) * p.V + value]);
-    } else if (j < held) {
-      bits[i] = load_bits(b.v, row.buffer_offset(b.v, j) + value, inside);
-    } else if (!folds && j < held + T) {
-      bits[i] = load_bits(p.v, row.offset(p.v, j - held) + value, inside);
+    const int j = Four::token(x), value = first_value + Four::value(x);
+    const int valid = x < kAll ? p.V - value : 0;
+    const bool saved = row.folds && added == 0 && j < T;
+    Rows from = j < held ? b.v : p.v;
+    int64_t of = j < held ? row.buffer_offset(b.v, j) : row.offset(p.v, j - held);
+    if (saved) {
+      from.data = b.values, from.dtype = DType::kFloat;
+      of = (row.keys(p, b) * T + j) * p.V;
     }
+    bits[i] = FourBits<kAccess>(from, of + value, j < held + added ? valid : 0);
   }
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     const int x = i * Tile::kThreads + static_cast<int>(threadIdx.x);
-    const int j = x / Tile::kValues;
-    s.v[s.v_index(j, x % Tile::kValues)] =
-        value_of(bits[i], folds && j < T ? DType::kFloat : p.v.dtype);
-  }
-}
-
-template <class Tile, int kK, int kT, class Shared>
-__device__ __forceinline__ void load_queries(const Recurrence& p, const Buffers& b,
-                                             const BufferRow& row, int first, Shared& s) {
-  const int T = static_cast<int>(p.T), Kp = padded_keys(p.K);
-#pragma unroll 2
-  for (int i = threadIdx.x; i < kT * kK; i += Tile::kThreads) {
-    const int t = i / kK, key = i % kK;
-    const bool there = first + t < T && key < p.K;
-    s.q[t][s.query_index(key)] =
-        there ? b.queries[(int64_t{row.run} * T + first + t) * Kp + key] : 0.f;
-  }
-  for (int i = threadIdx.x; i < kT * kMostBuffered; i += Tile::kThreads) {
-    const int t = i / kMostBuffered;
-    s.A[t][i % kMostBuffered] =
-        first + t < T ? b.scores[(int64_t{row.run} * T + first) * kMostBuffered + i] : 0.f;
+    if (x >= kAll) break;
+    const int j = Four::token(x), value = Four::value(x);
+    const bool saved = row.folds && added == 0 && j < T;
+    const float4 v = bits[i].map(saved ? DType::kFloat : p.v.dtype, [](float y) { return y; });
+    if constexpr (Tile::kVFirst) {
+      s.v[s.v_index(j, value)] = v.x, s.v[s.v_index(j, value + 1)] = v.y;
+      s.v[s.v_index(j, value + 2)] = v.z, s.v[s.v_index(j, value + 3)] = v.w;
+    } else {
+      *reinterpret_cast<float4*>(&s.v[s.v_index(j, value)]) = v;
+    }
   }
 }
 
@@ -76,7 +80,7 @@ template <class Tile, int kK, class Shared>
 __device__ __forceinline__ void load_fold_keys(const Recurrence& p, const Buffers& b,
                                                const BufferRow& row, Shared& s) {
   const int Kp = padded_keys(p.K);
-  const float* from = b.keys + int64_t{row.keys} * kFoldRows * Kp;
+  const float* from = b.keys + row.keys(p, b) * kFoldRows * Kp;
 #pragma unroll 2
   for (int i = threadIdx.x; i < kFoldRows * kK / 4; i += Tile::kThreads) {
     const int j = i / (kK / 4), key = i % (kK / 4) * 4;
@@ -91,26 +95,31 @@ __device__ __forceinline__ void load_fold_keys(const Recurrence& p, const Buffer
   }
 }
 
+// o, and the new tokens' v to the buffer, from place `held` on.
 template <class Tile, int kT, class Shared>
-__device__ __forceinline__ void store_outputs(const Recurrence& p, const BufferRow& row, int first,
-                                              int first_value, int held, const Shared& s) {
+__device__ __forceinline__ void store_outputs(const Recurrence& p, const Buffers& b,
+                                              const BufferRow& row, int first, int first_value,
+                                              int held, const Shared& s) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < kT * Tile::kValues; i += Tile::kThreads) {
     const int t = i / Tile::kValues, j = i % Tile::kValues, value = first_value + j;
     if (first + t >= p.T || value >= p.V) continue;
+    const int last = held + first + t;
     float o = s.o[t][0][j];
 #pragma unroll
     for (int part = 1; part < Tile::kParts; ++part) o += s.o[t][part][j];
-#pragma unroll 4
-    for (int token = 0; token <= held + first + t; ++token)
-      o = fmaf(s.A[t][token], s.v[s.v_index(token, j)], o);
+#pragma unroll
+    for (int token = 0; token < kMostBuffered; ++token)
+      if (token <= last) o = fmaf(s.A[t][token], s.v[s.v_index(token, j)], o);
     store_any(p.o.data, p.o.dtype, row.offset(p.o, first + t) + value, o);
+    if (row.owns_keys(p, b))
+      store_any(b.v.data, b.v.dtype, row.buffer_offset(b.v, last) + value, s.v[s.v_index(last, j)]);
   }
 }
 
 // kT: tokens whose outputs are made at once.
 template <class State, class Tile, int kK, Access kAccess, int kT>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kThreads > 256 ? 1 : 2)
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kThreads > 256 ? 1 : 3)
     buffered_outputs_kernel(const __grid_constant__ Recurrence p,
                             const __grid_constant__ Buffers b) {
   extern __shared__ __align__(16) unsigned char s_bytes[];
@@ -119,7 +128,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kThreads > 256 ? 1 : 2)
   const int tiles = blocks_of(p.V, Tile::kValues);
   const int first_value = static_cast<int>(blockIdx.x % tiles) * Tile::kValues;
   const BufferRow row(p, b, blockIdx.x / tiles);
-  const int T = static_cast<int>(p.T);
+  const int T = static_cast<int>(p.T), Kp = padded_keys(p.K);
   if (row.slot < 0) {
     sm90::await_previous_kernel();
 #pragma unroll 1
@@ -133,27 +142,28 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kThreads > 256 ? 1 : 2)
   State* matrix =
       static_cast<State*>(p.state_out) + row.slot * p.state_stride_n + row.head * p.state_stride_h;
   Part::load(p, matrix, first_value, s);
-  if (!row.folds) load_values<Tile>(p, b, row, first_value, row.held, /*folds=*/false, s);
+  if (!row.folds) load_values<Tile, kAccess>(p, b, row, first_value, row.held, T, s);
   sm90::await_previous_kernel();
   if (row.folds) {
-    load_values<Tile>(p, b, row, first_value, row.held, /*folds=*/true, s);
+    load_values<Tile, kAccess>(p, b, row, first_value, row.held, 0, s);
     load_fold_keys<Tile, kK>(p, b, row, s);
     Part::wait();
     __syncthreads();  // v and the keys are written
     Part::fold(p, matrix, first_value, s);
     __syncthreads();  // v and the keys have been read
-    load_values<Tile>(p, b, row, first_value, 0, /*folds=*/false, s);
+    load_values<Tile, kAccess>(p, b, row, first_value, 0, T, s);
   }
   const int held = row.folds ? 0 : row.held;
 #pragma unroll 1
   for (int first = 0; first < T; first += kT) {
-    load_queries<Tile, kK, kT>(p, b, row, first, s);
-    Part::wait();
-    __syncthreads();  // q, A and v are written
-    Part::template multiply<kT>(s);
-    __syncthreads();  // o of every part is written
-    store_outputs<Tile, kT>(p, row, first, first_value, held, s);
-    if constexpr (kT > 1) __syncthreads();  // q, A and o have been read
+    const int64_t query = int64_t{row.run} * T + first;
+    for (int i = threadIdx.x; i < kT * kMostBuffered; i += Tile::kThreads)
+      s.A[i / kMostBuffered][i % kMostBuffered] =
+          first + i / kMostBuffered < T ? b.scores[query * kMostBuffered + i] : 0.f;
+    Part::template multiply<kT>(b.queries + query * Kp, Kp, T - first, s);
+    __syncthreads();  // v, A and o of every part are written
+    store_outputs<Tile, kT>(p, b, row, first, first_value, held, s);
+    if constexpr (kT > 1) __syncthreads();  // A and o have been read
   }
 }
 
@@ -171,19 +181,19 @@ void launch_buffered_outputs(const Recurrence& p, const Buffers& b, bool overlap
     kernel<<<static_cast<unsigned>(blocks), Tile::kThreads, kBytes, stream>>>(p, b);
 }
 
-// Whether every 16 bytes of a row of the state are aligned.
+// Whether every 16 bytes of a row of the state are aligned, and every four values of a token.
 template <class State>
-bool has_aligned_pieces(const Recurrence& p) {
+bool has_aligned_pieces(const Recurrence& p, const Buffers& b) {
   constexpr int kC = 16 / sizeof(State);
   const int64_t columns = p.state_v_first ? p.K : p.V;
-  return p.state_aligned && columns % kC == 0 && p.state_stride_n % kC == 0 &&
-         p.state_stride_h % kC == 0;
+  return p.state_aligned && p.v.aligned && b.v.aligned && p.V % 4 == 0 && columns % kC == 0 &&
+         p.state_stride_n % kC == 0 && p.state_stride_h % kC == 0;
 }
 
 template <class State, class Tile, int kK>
 void launch_buffered_outputs(const Recurrence& p, const Buffers& b, bool overlaps,
                              cudaStream_t stream) {
-  if (!has_aligned_pieces<State>(p))
+  if (!has_aligned_pieces<State>(p, b))
     launch_buffered_outputs<State, Tile, kK, Access::kGeneral, 4>(p, b, overlaps, stream);
   else if (p.T == 1)
     launch_buffered_outputs<State, Tile, kK, Access::kFast, 1>(p, b, overlaps, stream);

@@ -266,6 +266,8 @@ at::Tensor buffered_step_cuda(const BufferedStep& a) {
   TORCH_CHECK_NOT_IMPLEMENTED(a.buffer_k.size(1) <= kMostBuffered, op,
                               ": expected L, the tokens of ", "a buffer, to be at most ",
                               kMostBuffered, " on CUDA, got ", a.buffer_k.size(1));
+  TORCH_CHECK_NOT_IMPLEMENTED(a.state.size(0) <= kMaxBlocks, op, ": expected at most ", kMaxBlocks,
+                              " slots on CUDA, got ", a.state.size(0));
   RecurrentCall call(op, shape, a.q, a.scale);
   Recurrence& p = call.p;
   p.state_v_first = a.state_v_first;
