@@ -80,7 +80,7 @@ struct BufferedShared {
 template <class Tile, class State, Access kAccess>
 struct BufferedState {
   static constexpr int kC = Tile::kC, kPieces = Tile::kPieces;
-  static constexpr int kFoldFloats = 32;
+  static constexpr int kFoldFloats = 16;
   using Piece = Vec<State, kC>;
 
   // Copies all pieces at once; they are there after `wait`.

@@ -119,7 +119,9 @@ __device__ __forceinline__ void store_outputs(const Recurrence& p, const Buffers
 
 // kT: tokens whose outputs are made at once.
 template <class State, class Tile, int kK, Access kAccess, int kT>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kThreads > 256 ? 1 : 3)
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kThreads > 256 ? 1
+                                                  : kT == 1            ? 4
+                                                                       : 3)
     buffered_outputs_kernel(const __grid_constant__ Recurrence p,
                             const __grid_constant__ Buffers b) {
   extern __shared__ __align__(16) unsigned char s_bytes[];
