@@ -76,6 +76,19 @@ def wrapped(text: str) -> str:
     return "\n".join(line if line.startswith("|") else fill(line) for line in lines)
 
 
+def filled(content: str, name: str, section: str, page: Path) -> str:
+    """The content of a page with that section between the marks of its name.
+
+    Raises:
+        ValueError: if the page has no such marks.
+    """
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    pattern = re.compile(f"{begin}.*?{end}", re.DOTALL)
+    if not pattern.search(content):
+        raise ValueError(f"expected {page} to have a part from {begin} to {end}")
+    return pattern.sub(lambda _: f"{begin}\n{section}\n{end}", content)
+
+
 def write(page: Path, scale: str, results: Results) -> None:
     """Puts figures and tables into the page and its folder."""
     text = most_frequent_text(results)
@@ -87,13 +100,7 @@ def write(page: Path, scale: str, results: Results) -> None:
     sections["summary"] = summary(results, text)
     content = page.read_text(encoding="utf-8")
     for name, section in sections.items():
-        section = wrapped(section)
-        marks = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        pattern = re.compile(f"{marks[0]}.*?{marks[1]}", re.DOTALL)
-        if not pattern.search(content):
-            raise ValueError(f"expected {page} to have a part from {marks[0]} to {marks[1]}")
-        new = f"{marks[0]}\n{section or NOTHING}\n{marks[1]}"
-        content = pattern.sub(lambda _, new=new: new, content)
+        content = filled(content, name, wrapped(section) or NOTHING, page)
     write_text(page, content)
 
 

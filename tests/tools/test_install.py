@@ -162,4 +162,4 @@ def test_packages_are_loaded_when_asked_for():
         "runpy._run_module_as_main('gla_ext.train')"
     )
     loaded, usage, *_ = run_python(code).splitlines()
-    assert loaded == "[]" and usage.startswith("usage: python -m gla_ext.train [-h] [--data DATA]")
+    assert loaded == "[]" and usage.startswith("usage: python -m gla_ext.train [-h] [--preset {")

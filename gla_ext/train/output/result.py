@@ -54,7 +54,7 @@ model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
 
 def device_name(device: torch.device) -> str:
     """The GPU's name, or cpu."""
-    return torch.cuda.getdevice_name(device) if device.type == "cuda" else str(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def write_result(
