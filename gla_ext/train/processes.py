@@ -1,4 +1,5 @@
-"""A training run on several processes that torchrun starts: FSDP2, tensor and context parallelism.
+"""A training run on several processes that torchrun starts: replicas or shards, with tensor and
+context parallelism.
 
 Every rank runs the same steps. Only the first one prints, and writes files that are not sharded.
 """
@@ -7,39 +8,35 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.optim import Optimizer
 
-from gla_ext.distributed._door import cut_as
 from gla_ext.distributed.context import build_cp_context
 from gla_ext.distributed.tensor_parallel import tensor_parallel_plan
-from gla_ext.model import GLAForCausalLM
-from gla_ext.model.checkpoint import read_metadata, write_tensors
-from gla_ext.train.parallel import Batches, Parallel, Result, Tags, Tensors
-from gla_ext.train.presets import Options, Settings
+from gla_ext.model.checkpoint import read_metadata
+from gla_ext.train.memory import choose
+from gla_ext.train.parallel import Batches, Parallel, Result, Whole
+from gla_ext.train.presets import DTYPES, Options, Settings
 from gla_ext.train.run_folder import remove_folders
+from gla_ext.train.weights import Replicas, Sharded
 
 
 class Processes(Parallel):
-    """A run whose model, optimizer and data are divided over the ranks of a mesh.
+    """A run whose batches, and as `--parallel` says its weights, are divided over ranks.
+
+    Neighbours first make a group of tensor parallel, then of context parallel, then a node.
 
     Args:
         device: 'cpu', or a CUDA device; each rank then uses its own instead.
     """
 
     launcher = ("torchrun", "--nproc-per-node", "N")
-    autocasts = False  # FSDP2's policy sets the dtype
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -49,8 +46,8 @@ class Processes(Parallel):
             torch.cuda.set_device(self.device)
 
     def __str__(self) -> str:
-        dp, cp, tp = self.mesh.shape
-        return f"{self.size}, {dp} x FSDP2, {cp} x context, {tp} x tensor"
+        how = f"{self.dp} x data, {self.cp} x context, {self.tp} x tensor"
+        return f"{self.size} on {self.nodes} nodes, {how}; --parallel {self.kind}{self.reason}"
 
     @property
     def size(self) -> int:
@@ -62,7 +59,7 @@ class Processes(Parallel):
 
     @property
     def replicas(self) -> int:
-        return self.mesh["dp"].size()
+        return self.dp
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
@@ -74,32 +71,42 @@ class Processes(Parallel):
             dist.destroy_process_group()
 
     def lay_out(self, settings: Settings, options: Options) -> None:
-        """Chooses the mesh, and the device of the options.
+        """Chooses each rank's part of a batch, and the device of the options.
 
         Args:
             settings: settings of the run; batch_size counts the windows of all ranks.
-            options: cuda_graph, tensor_parallel, context_parallel.
+            options: parallel, cuda_graph, tensor_parallel, context_parallel.
 
         Raises:
-            ValueError: sizes that do not divide the number of processes, the batch or the window.
-            NotImplementedError: segments above 1; packed with context_parallel; cuda_graph.
+            ValueError: sizes that do not divide the number of processes, the batch or the window;
+                hybrid on one node.
+            NotImplementedError: segments or packed with context_parallel; segments or replicas with
+                tensor_parallel; cuda_graph.
         """
-        if settings.segments > 1:
-            raise NotImplementedError(
-                f"expected --segments 1 on several processes, got --segments {settings.segments}"
-            )
-        if settings.packed and options.context_parallel > 1:
-            raise NotImplementedError("expected --no-packed with --context-parallel, got --packed")
+        self.kind, self.reason = options.parallel, ""
+        self.tp, self.cp = options.tensor_parallel, options.context_parallel
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        self.nodes = self.size // self.local_size
+        _refuse("--tensor-parallel", self.tp, "--parallel shard", self.kind == "replicate")
+        for flag, size in (("--context-parallel", self.cp), ("--tensor-parallel", self.tp)):
+            _refuse(flag, size, "--segments 1", settings.segments > 1)
+        _refuse("--context-parallel", self.cp, "--no-packed", settings.packed)
         if options.cuda_graph:
             raise NotImplementedError(
-                "expected --no-cuda-graph on several processes, got --cuda-graph"
+                "expected --no-cuda-graph on several processes, got --cuda-graph; torch's replicas "
+                "and shards are not captured with their collectives"
             )
-        self.mesh = mesh_of(options, self.device.type)
-        dp, cp, _ = self.mesh.shape
-        _check_divides("--batch-size", settings.batch_size, dp, "FSDP2")
-        _check_divides("--seq-len", settings.seq_len, cp, "context parallel")
-        if cp > 1:
-            self.arguments["cp_context"] = build_cp_context(None, self.mesh["cp"].get_group())
+        sizes = f"--tensor-parallel times --context-parallel, {self.tp} * {self.cp},"
+        if self.size % (self.tp * self.cp):
+            raise ValueError(f"expected {sizes} to divide the number of processes, got {self.size}")
+        if self.kind == "hybrid" and (self.nodes < 2 or self.local_size % (self.tp * self.cp)):
+            raise ValueError(
+                f"expected several nodes, of which {sizes} divides the processes, with --parallel "
+                f"hybrid, got {self.nodes} of {self.local_size}"
+            )
+        self.dp = self.size // (self.tp * self.cp)
+        _check_divides("--batch-size", settings.batch_size, self.dp, "data parallel")
+        _check_divides("--seq-len", settings.seq_len, self.cp, "context parallel")
         options.device = str(self.device)
 
     def from_first(self, function: Callable[[], Result]) -> Result:
@@ -125,8 +132,13 @@ class Processes(Parallel):
         dist.all_reduce(total)
         return total / self.size
 
-    def whole(self, x: Tensor) -> Tensor:
-        return x.full_tensor()
+    def all_rows(self, x: Tensor) -> Tensor:
+        every = x.new_empty(self.size * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(every, x.contiguous())
+        return every
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        return x.chunk(self.size)[dist.get_rank()]
 
     def tidy(self, checkpoint: Path, resumes: bool) -> None:
         named = read_metadata(checkpoint).get("sharded") if resumes else None
@@ -134,90 +146,33 @@ class Processes(Parallel):
 
     def own_part(self, batches: Batches) -> Batches:
         """This rank's rows and tokens of a step's windows."""
-        dp, cp = self.mesh["dp"], self.mesh["cp"]
-        count = batches.batch_size // dp.size()
-        rows = slice(dp.get_local_rank() * count, (dp.get_local_rank() + 1) * count)
+        count, rank = batches.batch_size // self.dp, dist.get_rank() // self.tp
+        first, piece = rank // self.cp * count, rank % self.cp
 
         def own(step: int) -> tuple[Tensor, Tensor]:
-            return tuple(x.chunk(cp.size(), 1)[cp.get_local_rank()] for x in batches(step, rows))
+            rows = batches(step, slice(first, first + count))
+            return tuple(x.chunk(self.cp, 1)[piece] for x in rows)
 
         return own
 
-    def prepare(
-        self, model: nn.Module, loss: Callable[..., Tensor], dtype: torch.dtype, compiled: bool
-    ) -> Callable[..., Tensor]:
+    def prepare(self, model: nn.Module, settings: Settings, compiled: bool) -> Whole:
         """With `compiled`, every block is its own graph in a step; evaluations are eager."""
-        if self.mesh["tp"].size() > 1:
-            parallelize_module(model, self.mesh["tp"], tensor_parallel_plan(model))
-        dtype = None if dtype == torch.float32 else dtype
-        options = {
-            "mesh": self.mesh["dp", "cp"]._flatten("dp_cp"),
-            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-            "reshard_after_forward": False,
-        }
-        for block in model.model.layers:
-            if compiled:
-                block.compile(fullgraph=True, dynamic=False)
-            fully_shard(block, **options)
-        fully_shard(model, **options)
-        return loss
-
-    @contextlib.contextmanager
-    def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """Runs without compilation: with a cache, each block would compile another graph."""
-        with torch.compiler.set_stance("force_eager"):
-            yield
-        for module in model.modules():  # there is no backward, which would do this
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-    def gather(self, model: nn.Module) -> nn.Module:
-        tensors = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
-        if dist.get_rank() != 0:
-            return model
-        whole = GLAForCausalLM(model.config).to(self.device)
-        whole.load_state_dict(tensors, strict=not model.config.tie_word_embeddings)
-        return whole
-
-    def snapshot(
-        self, model: nn.Module, optimizer: Optimizer, tensors: Tensors, metadata: Tags
-    ) -> Callable[[Path], None]:
-        """No copy: what it returns is to be called on all ranks before the next update."""
-        shards = sharded_tensors(model, optimizer)
-        return partial(self._write, shards=shards, tensors=tensors, metadata=metadata)
-
-    def _write(self, path: Path, shards: Tensors, tensors: Tensors, metadata: Tags) -> None:
-        """Writes torch's distributed checkpoint into a folder next to `path`. Then writes `path`,
-        which names the folder: at any moment `path` is the old checkpoint or the new one.
-        """
-        step = metadata["step"]
-        folder = path.parent / f"checkpoint-{step}.dcp"
-        first = dist.get_rank() == 0
-        named = read_metadata(path).get("sharded") if first and path.exists() else None
-        if first and named == folder.name:  # same step, but other settings
-            folder = path.parent / f"checkpoint-{step}b.dcp"
-        folder = Path(self.from_first(lambda: str(folder)))
-        if first and folder.exists():
-            shutil.rmtree(folder)
-        dist.barrier()
-        dcp.save(shards, checkpoint_id=folder)
-        if first:
-            write_tensors(path, tensors, metadata | {"sharded": folder.name})
-            remove_folders(path.parent, but=folder.name)
-        dist.barrier()
-
-    def restore(
-        self, model: nn.Module, optimizer: Optimizer, tensors: Tensors, folder: Path | None
-    ) -> None:
-        own = sharded_tensors(model, optimizer)
-        if folder is not None:
-            dcp.load(own, checkpoint_id=folder)
-        for name, x in own.items():
-            if folder is None and name in tensors:  # written by a run of one process
-                x.copy_(cut_as(x, tensors[name].to(self.device)))
-            if name.startswith("optimizer."):
-                parameter, key = name.removeprefix("optimizer.").rsplit(".", 1)
-                optimizer.state[model.get_parameter(parameter)][key] = x
+        if self.kind == "auto":
+            self.kind, self.reason = self.from_first(lambda: choose(self, model, settings))
+        nodes = self.nodes if self.kind == "hybrid" else 1
+        sizes, names = (nodes, self.dp // nodes, self.cp, self.tp), ("nodes", "dp", "cp", "tp")
+        mesh = dist.init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        if self.cp > 1:
+            self.arguments["cp_context"] = build_cp_context(None, mesh["cp"].get_group())
+        if self.tp > 1:
+            parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
+        for block in model.model.layers if compiled else ():
+            block.compile(fullgraph=True, dynamic=False)
+        if self.kind == "replicate":
+            return Replicas(model)
+        over = mesh["dp", "cp"]._flatten("dp_cp")
+        over = mesh["nodes", "dp_cp"] if self.kind == "hybrid" else over
+        return Sharded(model, over, DTYPES[settings.dtype])
 
 
 @contextlib.contextmanager
@@ -233,31 +188,9 @@ def quiet_but_first() -> Iterator[None]:
         yield
 
 
-def sharded_tensors(model: nn.Module, optimizer: Optimizer) -> Tensors:
-    """The shards of model and optimizer, under the names of a one-process checkpoint."""
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        tensors[f"model.{name}"] = parameter.detach()
-        state = optimizer.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), device=parameter.device)
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = torch.zeros_like(parameter.detach())
-        tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
-    return tensors
-
-
-def mesh_of(options: Options, device: str) -> dist.DeviceMesh:
-    """The processes as `[data, context, tensor]`."""
-    size, tp, cp = dist.get_world_size(), options.tensor_parallel, options.context_parallel
-    if size % (tp * cp):
-        raise ValueError(
-            f"expected --tensor-parallel times --context-parallel, {tp} * {cp}, to divide the "
-            f"number of processes, got {size}"
-        )
-    return dist.init_device_mesh(
-        device, (size // (tp * cp), cp, tp), mesh_dim_names=("dp", "cp", "tp")
-    )
+def _refuse(flag: str, size: int, other: str, is_given: bool) -> None:
+    if size > 1 and is_given:
+        raise NotImplementedError(f"expected {other} with {flag}, got {flag} {size} and another")
 
 
 def _check_divides(flag: str, value: int, size: int, what: str) -> None:

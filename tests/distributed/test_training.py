@@ -3,12 +3,14 @@
 Equal bits (see common.py): the same calls.
 """
 
+import os
 from unittest import mock
 
 import pytest
 import torch
 from common import assert_close
 from pool import Pool
+from torch.distributed.tensor import DTensor
 
 from gla_ext import train
 from gla_ext.model.checkpoint import read_metadata
@@ -25,8 +27,14 @@ def sharded(folder, settings=TINY, compiled=False, **options):
     from gla_ext.train.processes import Processes
 
     settings, parallel = Settings(**settings), Processes("cpu")
-    parallel.lay_out(settings, Options(device="cpu", **options))
+    nodes = {"LOCAL_WORLD_SIZE": "2"} if options.get("parallel") == "hybrid" else {}
+    with mock.patch.dict(os.environ, nodes):
+        parallel.lay_out(settings, Options(**{"parallel": "shard", "device": "cpu"} | options))
     return Trainer(settings, load_corpus(folder), CPU, compiled, parallel=parallel)
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x.clone()
 
 
 def run_steps(group, folder, sizes, out):
@@ -38,8 +46,9 @@ def run_steps(group, folder, sizes, out):
     """
     first = sharded(folder, **sizes)
     first.loss(*first.batches(0)).backward()
-    gradients = {name: p.grad.full_tensor() for name, p in first.model.named_parameters()}
-    first.optimizer.zero_grad()
+    named = dict(first.model.named_parameters())
+    gradients = {name: whole(p.grad) for name, p in named.items()}
+    first.model.zero_grad()
     for _ in range(3):
         first.update()
     first.save(out)
@@ -77,7 +86,9 @@ def one_process(folder):
 
 
 SIZES = {
-    "FSDP2": {},
+    "shards": {},
+    "replicas": {"parallel": "replicate"},
+    "hybrid": {"parallel": "hybrid"},
     "tensor": {"tensor_parallel": 2},
     "context": {"context_parallel": 2},
     "context and tensor": {"context_parallel": 2, "tensor_parallel": 2},
@@ -95,7 +106,9 @@ def assert_trains_as_one_process(processes, folder, path, sizes):
         if parameters:
             for name, x in trainer.model.state_dict().items():
                 assert_close(parameters[name], x, 1e-3, name=name)
-    assert [f.name for f in path.parent.glob("*.dcp")] == [read_metadata(path)["sharded"]]
+    named = [name] if (name := read_metadata(path).get("sharded")) else []
+    assert [f.name for f in path.parent.glob("*.dcp")] == named
+    assert bool(named) == (sizes.get("parallel") != "replicate")
     # As one process, whose own checkpoint is the next ones'.
     alone = Trainer(Settings(**TINY), load_corpus(folder), CPU)
     alone.load(path)
@@ -107,7 +120,7 @@ def assert_trains_as_one_process(processes, folder, path, sizes):
     return trainer.losses, others
 
 
-SLOW = ("tensor", "context")  # each is half of the last
+SLOW = ("hybrid", "tensor", "context")  # each of the last two is half of the last
 
 
 @pytest.mark.parametrize(
@@ -122,6 +135,34 @@ def test_losses_gradients_and_weights_are_one_process_s(pool, folder, tmp_path, 
     expected, others = assert_trains_as_one_process(pool, folder, path, sizes)
     for losses in pool(run_going_on, folder, others, path):
         assert_close(losses, expected, 1e-5)
+
+
+def run_segments(group, folder, path, legs):
+    """Trains to each step with a kind of its own, and goes on from the one before."""
+    for last, kind in legs:
+        trainer = sharded(folder, TINY | {"segments": 3, "packed": True}, parallel=kind)
+        if path.exists():
+            trainer.load(path)
+        while trainer.step < last:
+            trainer.update()
+        trainer.save(path)
+    return trainer._mean_losses()
+
+
+def test_segments_and_packed_documents(pool, folder, tmp_path):
+    """In the middle of a window the kind and the number of processes change."""
+    path, settings = tmp_path / "checkpoint.safetensors", TINY | {"segments": 3, "packed": True}
+    expected = Trainer(Settings(**settings), load_corpus(folder), CPU)
+    while expected.step < TINY["steps"]:
+        expected.update()
+    pool(run_segments, folder, path, [(1, "shard"), (2, "replicate")])
+    alone = Trainer(Settings(**settings), load_corpus(folder), CPU)
+    alone.load(path)
+    while alone.step < 4:
+        alone.update()
+    alone.save(path)
+    for losses in pool(run_segments, folder, path, [(5, "replicate"), (6, "shard")]):
+        assert_close(losses, expected.losses, 1e-5)
 
 
 @pytest.fixture
@@ -207,14 +248,18 @@ def run_bad(group, folder, sizes):
 
     trainer.loss = loss
     trainer.update()
-    before = [p.full_tensor() for p in trainer.model.parameters()]
+    before = [whole(p) for p in trainer.model.parameters()]
     trainer.update()
-    kept = all(map(torch.equal, before, (p.full_tensor() for p in trainer.model.parameters())))
+    kept = all(map(torch.equal, before, map(whole, trainer.model.parameters())))
     trainer.update()
     return trainer.bad[:3].tolist(), kept, trainer.has_finite_weights()
 
 
-@pytest.mark.parametrize("sizes", [{}, {"context_parallel": 2, "tensor_parallel": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"parallel": "replicate"}, {"context_parallel": 2, "tensor_parallel": 2}],
+    ids=str,
+)
 def test_a_rank_s_bad_loss_is_everyone_s(pool, folder, sizes):
     assert pool(run_bad, folder, sizes) == [([0, 1, 0], True, True)] * 4
 
@@ -225,13 +270,27 @@ def run_refused(group, folder, settings, **options):
     return str(caught.value)
 
 
+TP, CP = "--tensor-parallel", "--context-parallel"
 REFUSED = {
-    "expected --no-cuda-graph on several processes, got --cuda-graph": ({}, {"cuda_graph": True}),
-    "expected --segments 1 on several processes, got --segments 3": ({"segments": 3}, {}),
-    "expected --no-packed with --context-parallel, got --packed": (
+    "expected --no-cuda-graph on several processes, got --cuda-graph; torch's replicas and shards "
+    "are not captured with their collectives": ({}, {"cuda_graph": True}),
+    f"expected --segments 1 with {TP}, got {TP} 2 and another": (
+        *({"segments": 3}, {"tensor_parallel": 2}),
+    ),
+    f"expected --segments 1 with {CP}, got {CP} 4 and another": (
+        *({"segments": 3}, {"context_parallel": 4}),
+    ),
+    f"expected --no-packed with {CP}, got {CP} 2 and another": (
         *({"packed": True}, {"context_parallel": 2}),
     ),
-    "expected --batch-size to be a multiple of 4, the ranks of FSDP2, got 6": (
+    f"expected --parallel shard with {TP}, got {TP} 2 and another": (
+        *({}, {"tensor_parallel": 2, "parallel": "replicate"}),
+    ),
+    "expected several nodes, of which --tensor-parallel times --context-parallel, 4 * 1, divides "
+    "the processes, with --parallel hybrid, got 2 of 2": (
+        *({}, {"tensor_parallel": 4, "parallel": "hybrid"}),
+    ),
+    "expected --batch-size to be a multiple of 4, the ranks of data parallel, got 6": (
         *({"batch_size": 6}, {}),
     ),
     "expected --seq-len to be a multiple of 2, the ranks of context parallel, got 31": (
@@ -249,6 +308,7 @@ def test_what_is_refused(pool, tmp_path):
 
 
 def test_one_process_takes_no_sizes(tmp_path, capsys):
-    args = ["--tensor-parallel", "2", "--out", str(tmp_path), "--device", "cpu"]
-    assert train.main(args) == 2
-    assert "expected --tensor-parallel to be 1 in one process, got 2" in capsys.readouterr().err
+    for flag, given, alone in (("--tensor-parallel", "2", "1"), ("--parallel", "shard", "auto")):
+        assert train.main([flag, given, "--out", str(tmp_path), "--device", "cpu"]) == 2
+        said = f"expected {flag} to be {alone} in one process, got {given}"
+        assert said in capsys.readouterr().err
