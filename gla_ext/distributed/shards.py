@@ -110,29 +110,30 @@ class Shards:
         yield
 
     @torch.no_grad()
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        """Moves gradients to `parameters`, and scales them if their norm over all ranks is larger.
+    def take_gradients(self) -> None:
+        """Moves the gradients to `parameters`."""
+        for name, p in self.whole.items():
+            if p.grad is not None:
+                self.parameters[name].grad, p.grad = p.grad.to_local(), None
 
-        Args:
-            max_norm: `inf` only moves them.
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Takes the gradients, and scales them if their norm over all ranks is larger.
 
         Returns:
             The norm before, a scalar.
         """
-        found: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
-        for name, p in self.whole.items():
-            if p.grad is not None:
-                own = self.parameters[name].grad = p.grad.to_local()
-                found[self._groups[name]].append(own)
-                p.grad = None
-        gradients = [own for cut in found.values() for own in cut]
+        self.take_gradients()
+        gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+        cut_alike: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+        for name, gradient in gradients.items():
+            cut_alike[self._groups[name]].append(gradient)
         squares = []
-        for groups, cut in found.items():
-            squares.append(torch.stack(torch._foreach_norm(cut)).square().sum())
+        for groups, parts in cut_alike.items():
+            squares.append(torch.stack(torch._foreach_norm(parts)).square().sum())
             for group in groups:
                 dist.all_reduce(squares[-1], group=group)
         norm = torch.stack(squares).sum().sqrt()
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def drop_gathered(self) -> None:
