@@ -28,8 +28,8 @@ Result = TypeVar("Result")
 class Parallel:
     """A run in one process, on one device.
 
-    `gla_ext.train.processes.Processes` is the class for several processes. All of them call these
-    methods at the same points.
+    `gla_ext.train.ranks.processes.Processes` is the class for several processes. All of them call
+    these methods at the same points.
 
     Attributes:
         size: number of processes. is_first: whether this is the first of them.

@@ -12,7 +12,7 @@ import torch
 from gla_ext.train.data import load_corpus
 from gla_ext.train.parallel import Parallel
 from gla_ext.train.presets import Options, Settings
-from gla_ext.train.processes import Processes
+from gla_ext.train.ranks.processes import Processes
 from gla_ext.train.trainer import Trainer
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def run_from(group, data, path, first, last, sizes):
     """Goes on from a step with the checkpoint at path, to another step, and saves there; the rows
     of the last step that are this rank's, and the losses.
     """
-    from gla_ext.train.processes import Processes
+    from gla_ext.train.ranks.processes import Processes
 
     settings, parallel = Settings(**SIZES), Processes("cpu")
     parallel.lay_out(settings, Options(**{"parallel": "shard", "device": "cpu"} | sizes))

@@ -1,6 +1,7 @@
 """`shard_model` in a loop of one's own, and what `--parallel auto` takes."""
 
-from types import SimpleNamespace
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from gla_ext.distributed import shard_model
 from gla_ext.model import GLAForCausalLM
-from gla_ext.train import memory
 from gla_ext.train.presets import RECIPES, Settings
+from gla_ext.train.ranks import memory
 
 OPTIONS = {"num_hidden_layers": 5, "use_short_conv": True, "tie_word_embeddings": True}
 
@@ -95,34 +96,44 @@ def test_what_is_refused(pool):
     pool(run_refused, ranks=1)
 
 
-GPU = 80e9
-# Preset, rows of all processes, processes, of a node, tensor parallel: what auto takes.
+GPU = 80_000_000_000
+# Preset, rows of a process, processes of each kind: what auto takes.
 CASES = [
-    ("gla-340m", 64, 4, 4, 1, "replicate"),
-    ("gla-340m", 64 * 4, 4, 4, 1, "shard"),  # activations alone do not fit, nor do shards
-    ("gla-1.3b", 8 * 8, 8, 8, 1, "replicate"),
-    ("gla-1.3b", 14 * 8, 8, 8, 1, "shard"),
-    ("gla-1.3b", 14 * 16, 16, 8, 1, "hybrid"),
-    ("gla-340m", 8, 2, 2, 2, "shard"),
+    ("gla-340m", 16, {"shard": 4}, "replicate"),
+    ("gla-340m", 64, {"shard": 4}, "shard"),  # activations alone do not fit, nor do shards
+    ("gla-1.3b", 8, {"shard": 8}, "replicate"),
+    ("gla-1.3b", 14, {"shard": 8}, "shard"),
+    ("gla-1.3b", 14, {"hybrid": 8, "shard": 16}, "hybrid"),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_auto(monkeypatch, case):
-    name, rows, size, local, tp, expected = case
-    monkeypatch.setattr(memory, "memory_of", lambda device, local_size: GPU)
-    sizes = {key: RECIPES[name][key] for key in ("layers", "heads", "hidden_size", "seq_len")}
-    settings = Settings(**sizes, batch_size=rows, dtype="bfloat16")
+def test_auto(case):
+    name, rows, others, expected = case
+    ranks = {"replicate": 1} | others
+    sizes = {key: RECIPES[name][key] for key in ("layers", "heads", "hidden_size")}
     with torch.device("meta"):
-        model = GLAForCausalLM(settings.model_config(32_000))
-    processes = SimpleNamespace(dp=size // tp, cp=1, tp=tp, size=size, nodes=size // local)
-    processes.local_size, processes.device = local, None
-    kind, reason = memory.choose(processes, model, settings)
+        model = GLAForCausalLM(Settings(**sizes).model_config(32_000))
+    kind, reason = memory.choose(model, True, rows * 2048, GPU, ranks)
     assert kind == expected
-    if tp == 1:
-        ranks = {"replicate": 1, "hybrid": local, "shard": size}[kind]
-        taken = sum(p.numel() for p in model.parameters()) * (16 / ranks + 2) / 1e9
-        assert f"optimizer {taken:.2f} GB a rank" in reason and "of 72.0 usable" in reason
+    taken = sum(p.numel() for p in model.parameters()) * (16 / ranks[kind] + 2) / 1e9
+    assert f"optimizer {taken:.2f} GB a rank" in reason and "of 72.0 usable" in reason
+
+
+def run_auto(group, folder, nodes, tensor_parallel):
+    from test_training import sharded
+
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(4 // nodes)}):
+        trainer = sharded(folder, parallel="auto", tensor_parallel=tensor_parallel)
+    return str(trainer.parallel)
+
+
+def test_auto_says_why(pool, folder):
+    fits = "--parallel replicate: weights, gradients and optimizer 0.00 GB a rank"
+    for text in pool(run_auto, folder, 2, 1):
+        assert text.startswith(f"4 on 2 nodes, 4 x data, 1 x context, 1 x tensor; {fits}")
+    for text in pool(run_auto, folder, 1, 2):
+        assert text.endswith("2 x tensor; --parallel shard, because --tensor-parallel needs it")
 
 
 def test_memory_of_a_host():

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def sharded(folder, settings=TINY, compiled=False, **options):
-    from gla_ext.train.processes import Processes
+    from gla_ext.train.ranks.processes import Processes
 
     settings, parallel = Settings(**settings), Processes("cpu")
     nodes = {"LOCAL_WORLD_SIZE": "2"} if options.get("parallel") == "hybrid" else {}

@@ -61,7 +61,7 @@ def assert_ended_as_one_process(out, args, alone, rel, weights):
 
 def run_command(group, args, signalled):
     """Status, output and errors of the command; the rank signalled gets a SIGTERM in step 3."""
-    from gla_ext.train import processes
+    from gla_ext.train.ranks import processes
 
     update = Trainer.update
 
@@ -130,7 +130,7 @@ def test_killed_while_it_saves(one_rank, folder, tmp_path, monkeypatch, moment, 
 
     With more steps than before the same step is saved again, as a resumed run does.
     """
-    from gla_ext.train import weights
+    from gla_ext.train.ranks import weights
 
     path = tmp_path / CHECKPOINT
 
@@ -206,7 +206,7 @@ def test_the_last_checkpoints_are_kept(pool, folder, tmp_path, kind):
 
 
 def test_training_goes_on_while_shards_are_written(one_rank, folder, tmp_path, monkeypatch):
-    from gla_ext.train import weights
+    from gla_ext.train.ranks import weights
 
     updated, original = threading.Event(), weights.dcp.save
 

@@ -20,11 +20,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from gla_ext.distributed.context import build_cp_context
 from gla_ext.distributed.tensor_parallel import tensor_parallel_plan
 from gla_ext.model.checkpoint import read_metadata
-from gla_ext.train.memory import choose
 from gla_ext.train.parallel import Batches, Parallel, Result, Whole
 from gla_ext.train.presets import DTYPES, Options, Settings
+from gla_ext.train.ranks.memory import choose, memory_of
+from gla_ext.train.ranks.weights import Replicas, Sharded
 from gla_ext.train.run_folder import remove_folders
-from gla_ext.train.weights import Replicas, Sharded
 
 
 class Processes(Parallel):
@@ -158,7 +158,7 @@ class Processes(Parallel):
     def prepare(self, model: nn.Module, settings: Settings, compiled: bool) -> Whole:
         """With `compiled`, every block is its own graph in a step; evaluations are eager."""
         if self.kind == "auto":
-            self.kind, self.reason = self.from_first(lambda: choose(self, model, settings))
+            self.kind, self.reason = self.from_first(lambda: self._choose(model, settings))
         nodes = self.nodes if self.kind == "hybrid" else 1
         sizes, names = (nodes, self.dp // nodes, self.cp, self.tp), ("nodes", "dp", "cp", "tp")
         mesh = dist.init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
@@ -173,6 +173,16 @@ class Processes(Parallel):
         over = mesh["dp", "cp"]._flatten("dp_cp")
         over = mesh["nodes", "dp_cp"] if self.kind == "hybrid" else over
         return Sharded(model, over, DTYPES[settings.dtype])
+
+    def _choose(self, model: nn.Module, settings: Settings) -> tuple[str, str]:
+        if self.tp > 1:
+            return "shard", ", because --tensor-parallel needs it"
+        ranks = {"replicate": 1, "hybrid": self.local_size, "shard": self.size}
+        if self.nodes == 1 or self.local_size % self.cp:
+            del ranks["hybrid"]
+        tokens = settings.batch_size * settings.seq_len // self.size
+        memory = memory_of(self.device, self.local_size)
+        return choose(model, settings.dtype == "bfloat16", tokens, memory, ranks)
 
 
 @contextlib.contextmanager

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from gla_ext.model import count_parameters
-from gla_ext.train.presets import Settings
-
-if TYPE_CHECKING:
-    from gla_ext.train.processes import Processes
 
 SHARE = 0.9  # of a device's memory; the rest is for buffers of the network and of libraries
 # Bytes that backward keeps, by the width of an element: of a block a token and channel, and of the
@@ -20,27 +15,27 @@ SHARE = 0.9  # of a device's memory; the rest is for buffers of the network and 
 BLOCK, LOGITS = 15, 7
 
 
-def choose(processes: Processes, model: nn.Module, settings: Settings) -> tuple[str, str]:
-    """The kind, and the reason in words.
+def choose(
+    model: nn.Module, bf16: bool, tokens: int, memory: int, ranks: dict[str, int]
+) -> tuple[str, str]:
+    """Of the kinds of `--parallel` the first that fits, else the last; and the reason in words.
 
     A replica takes, for each parameter, 4 bytes of weight, 4 of gradient and 8 of the optimizer, in
-    bf16 also 2 of the weight that products take. Shards take the 16 bytes once in all. If a replica
-    and a pass's activations fit, it is replicas; else shards, within a node if they fit there.
+    bf16 also 2 of the weight that products take. Shards take the 16 bytes once in all.
+
+    Args:
+        bf16: whether products are in bf16.
+        tokens: that pass through a rank's model at once.
+        memory: bytes of a rank.
+        ranks: over how many ranks each kind cuts the weights.
     """
-    if processes.tp > 1:
-        return "shard", ", because --tensor-parallel needs it"
-    size = 2 if settings.dtype == "bfloat16" else 4
-    tokens = settings.batch_size * settings.seq_len // (processes.dp * processes.cp)
-    config, parameters = model.config, count_parameters(model)
+    size, config, parameters = 2 if bf16 else 4, model.config, count_parameters(model)
     channels = config.num_hidden_layers * config.hidden_size
     activations = size * tokens * (BLOCK * channels + LOGITS * config.vocab_size)
-    copies = 2 * parameters * (size == 2)
-    kinds = {"replicate": 1, "hybrid": processes.local_size, "shard": processes.size}
-    if processes.nodes == 1 or processes.local_size % processes.cp:
-        del kinds["hybrid"]
-    taken = {kind: 16 * parameters / ranks + copies for kind, ranks in kinds.items()}
-    there = SHARE * memory_of(processes.device, processes.local_size)
-    kind = next((kind for kind, x in taken.items() if x + activations <= there), "shard")
+    copies = 2 * parameters * bf16
+    taken = {kind: 16 * parameters / count + copies for kind, count in ranks.items()}
+    there = SHARE * memory
+    kind = next((kind for kind, x in taken.items() if x + activations <= there), [*ranks][-1])
     reason = (
         f": weights, gradients and optimizer {taken[kind] / 1e9:.2f} GB a rank, activations of "
         f"{tokens:,} tokens some {activations / 1e9:.2f}, of {there / 1e9:.1f} usable"
