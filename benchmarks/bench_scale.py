@@ -10,7 +10,7 @@ GPU's. For the model a process of its own, without torch.distributed, times one 
 in the same precision: fp32 weights under autocast, as shards have them, or bf16 weights. Steps
 follow each other without a wait, as in training; the operator's rows also have a call from an idle
 GPU. `--only replicas shards` says for a model what each GPU reaches of one alone, by --rows and
---size; `--only groups` compares sizes of groups. NVLink multicast stays off
+--size; `--only groups buckets` compares their sizes. NVLink multicast stays off
 (NCCL_NVLS_ENABLE=0). Takes some six minutes.
 """
 
@@ -33,11 +33,11 @@ from parts.ranks_on_paper import fold_call, gather_time, latency_and_bandwidth
 from parts.training_rows import SIZES
 from shared.timing import capture
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 from gla_ext import chunk_gla
 from gla_ext.distributed import build_cp_context, shard_model, tensor_parallel_plan
 from gla_ext.distributed.shards import BLOCKS_PER_GROUP
+from gla_ext.train.ranks.weights import BUCKET_MB, replicated
 
 H, K, V = 4, 128, 256
 
@@ -203,12 +203,10 @@ class Bench(one_alone.Sizes):
             f"one alone with {alone:,.0f}{also})"
         )
 
-    def replicas(self, one: str) -> str:
+    def replicas(self, one: str, bucket_mb: int = BUCKET_MB) -> str:
         """As the trainer has them."""
         model = self.build(dtype=torch.bfloat16 if one == "bf16" else torch.float32)
-        options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-        model = DistributedDataParallel(model, **options)
-        step = self.stepper(model, self.B, self.T, autocast=one != "bf16")
+        step = self.stepper(replicated(model, bucket_mb), self.B, self.T, autocast=one != "bf16")
         return self.beside_one(self.seconds(step, True, 3), self.B * self.T, one)
 
     def shards(self, one: str, blocks: int = BLOCKS_PER_GROUP) -> str:
@@ -241,11 +239,12 @@ class Bench(one_alone.Sizes):
 NEEDS = {
     "replicas": ("bf16", "autocast"),
     "shards": ("autocast", "compiled"),
+    "buckets": ("autocast",),
     "groups": ("autocast",),
     "tensor": ("autocast",),
     "training": ("recomputed",),
 }
-GROUPS = (1, 2, 3, 4, 6, 8, 12)
+BUCKETS, GROUPS = (10, 25, 100, 400), (1, 2, 3, 4, 6, 8, 12)
 # What is asked of each of the GPUs, by their number, and what measures it.
 ROWS = {
     "operator": {
@@ -262,6 +261,13 @@ ROWS = {
     "shards": {
         "shards, eager": ({2: 0.85, 4: 0.85}, lambda bench: bench.shards("autocast")),
         "shards, compiled blocks": ({}, lambda bench: bench.shards("compiled")),
+    },
+    "buckets": {
+        f"replicas, autocast, buckets of {n} MB": (
+            {},
+            lambda bench, n=n: bench.replicas("autocast", n),
+        )
+        for n in BUCKETS
     },
     "groups": {
         f"shards, groups of {n}": ({}, lambda bench, n=n: bench.shards("autocast", n))
@@ -288,7 +294,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--markdown", type=Path, help="write the rows there")
     parser.add_argument("--repeats", type=int, default=10, help="measurements (default: 10)")
-    unusual = ("graphs", "groups", "tensor")  # NCCL may not allow the first
+    unusual = ("graphs", "buckets", "groups", "tensor")  # NCCL may not allow the first
     usual = [name for name in ROWS if name not in unusual]
     parser.add_argument("--only", nargs="+", choices=ROWS, default=usual, help="these rows")
     parser.add_argument("--rows", type=int, default=8, help="of 2,048 tokens a GPU (default: 8)")

@@ -25,6 +25,15 @@ from gla_ext.train.parallel import Tags, Tensors, Whole
 from gla_ext.train.run_folder import remove_folders
 
 
+BUCKET_MB = 25  # of gradients that are sent at once
+
+
+def replicated(model: nn.Module, bucket_mb: int = BUCKET_MB) -> DistributedDataParallel:
+    """A model whose gradients are averaged over all ranks."""
+    options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+    return DistributedDataParallel(model, bucket_cap_mb=bucket_mb, **options)
+
+
 class Replicas(Whole):
     """Every rank has all weights; gradients are averaged in backward, by DDP."""
 
@@ -32,8 +41,7 @@ class Replicas(Whole):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-        self.module = DistributedDataParallel(model, **options)
+        self.module = replicated(model)
 
     def part(self, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self.module.no_sync()
