@@ -97,6 +97,7 @@ class Shards:
         self.parameters = {
             name: nn.Parameter(p.detach().to_local()) for name, p in self.whole.items()
         }
+        self._sends = True
         self._groups = {name: _cut_over(p) for name, p in self.whole.items()}
 
     @contextlib.contextmanager
@@ -104,9 +105,11 @@ class Shards:
         """For forward and backward of a part of a batch: before the last, gradients are summed on
         each rank and nothing is sent.
         """
-        self.model.set_is_last_backward(last)
-        self.model.set_requires_gradient_sync(last)
-        self.model.set_reshard_after_backward(last)  # else the next part gathers weights again
+        if last != self._sends:  # each goes through all modules
+            self._sends = last
+            self.model.set_is_last_backward(last)
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_reshard_after_backward(last)  # else the next part gathers weights again
         yield
 
     @torch.no_grad()

@@ -24,7 +24,6 @@ from gla_ext.model.checkpoint import read_metadata, write_tensors
 from gla_ext.train.parallel import Tags, Tensors, Whole
 from gla_ext.train.run_folder import remove_folders
 
-
 BUCKET_MB = 25  # of gradients that are sent at once
 
 
