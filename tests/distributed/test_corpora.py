@@ -79,7 +79,7 @@ def test_another_number_of_processes_goes_on_at_the_very_sample(pool, data, tmp_
 def test_two_and_three_processes(data, tmp_path):
     two, three = Pool(2), Pool(3)
     try:
-        legs = [(two, {}), (three, {"parallel": "replicate"}), (None, {})]
+        legs = [(two, {}), (three, {}), (three, {"parallel": "replicate"}), (None, {})]
         assert_goes_on(data, tmp_path / "checkpoint.safetensors", legs)
     finally:
         two.stop()

@@ -140,7 +140,8 @@ def test_losses_gradients_and_weights_are_one_process_s(pool, folder, tmp_path, 
 def run_segments(group, folder, path, legs):
     """Trains to each step with a kind of its own, and goes on from the one before."""
     for last, kind in legs:
-        trainer = sharded(folder, TINY | {"segments": 3, "packed": True}, parallel=kind)
+        trainer = sharded(folder, TINY | {"segments": 3, "packed": True}, True, parallel=kind)
+        assert str(trainer.parallel).endswith("; not compiled with --segments")
         if path.exists():
             trainer.load(path)
         while trainer.step < last:
@@ -272,8 +273,8 @@ def run_refused(group, folder, settings, **options):
 
 TP, CP = "--tensor-parallel", "--context-parallel"
 REFUSED = {
-    "expected --no-cuda-graph on several processes, got --cuda-graph; torch's replicas and shards "
-    "are not captured with their collectives": ({}, {"cuda_graph": True}),
+    "expected --no-cuda-graph on several processes, got --cuda-graph; an update is not recorded "
+    "with what it sends": ({}, {"cuda_graph": True}),
     f"expected --segments 1 with {TP}, got {TP} 2 and another": (
         *({"segments": 3}, {"tensor_parallel": 2}),
     ),

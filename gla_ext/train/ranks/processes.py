@@ -93,8 +93,8 @@ class Processes(Parallel):
         _refuse("--context-parallel", self.cp, "--no-packed", settings.packed)
         if options.cuda_graph:
             raise NotImplementedError(
-                "expected --no-cuda-graph on several processes, got --cuda-graph; torch's replicas "
-                "and shards are not captured with their collectives"
+                "expected --no-cuda-graph on several processes, got --cuda-graph; an update is not "
+                "recorded with what it sends"
             )
         sizes = f"--tensor-parallel times --context-parallel, {self.tp} * {self.cp},"
         if self.size % (self.tp * self.cp):
@@ -156,7 +156,9 @@ class Processes(Parallel):
         return own
 
     def prepare(self, model: nn.Module, settings: Settings, compiled: bool) -> Whole:
-        """With `compiled`, every block is its own graph in a step; evaluations are eager."""
+        """With `compiled`, every block is its own graph in a step, but not with segments, whose
+        caches would each be another graph; evaluations are eager.
+        """
         if self.kind == "auto":
             self.kind, self.reason = self.from_first(lambda: self._choose(model, settings))
         nodes = self.nodes if self.kind == "hybrid" else 1
@@ -166,6 +168,8 @@ class Processes(Parallel):
             self.arguments["cp_context"] = build_cp_context(None, mesh["cp"].get_group())
         if self.tp > 1:
             parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
+        if compiled and settings.segments > 1:
+            compiled, self.reason = False, f"{self.reason}; not compiled with --segments"
         for block in model.model.layers if compiled else ():
             block.compile(fullgraph=True, dynamic=False)
         if self.kind == "replicate":
