@@ -11,7 +11,7 @@ from launching import torchrun
 from gla_ext.train.presets import PRESETS
 
 SMALL = {"steps": 40, "batch_size": 4, "seq_len": 32, "hidden_size": 32, "layers": 2, "heads": 2}
-LARGE = vars(PRESETS["cuda"].settings) | {"steps": 200}
+LARGE = vars(PRESETS["cuda"].settings) | {"steps": 200, "lr": 3e-4}
 
 
 @pytest.mark.slow
