@@ -27,7 +27,8 @@ def sharded(folder, settings=TINY, compiled=False, **options):
     from gla_ext.train.ranks.processes import Processes
 
     settings, parallel = Settings(**settings), Processes("cpu")
-    nodes = {"LOCAL_WORLD_SIZE": "2"} if options.get("parallel") == "hybrid" else {}
+    half = str(torch.distributed.get_world_size() // 2)
+    nodes = {"LOCAL_WORLD_SIZE": half} if options.get("parallel") == "hybrid" else {}
     with mock.patch.dict(os.environ, nodes):
         parallel.lay_out(settings, Options(**{"parallel": "shard", "device": "cpu"} | options))
     return Trainer(settings, load_corpus(folder), CPU, compiled, parallel=parallel)
@@ -176,13 +177,16 @@ def eight():
 
 @pytest.mark.slow
 def test_a_mesh_of_three_dimensions(eight, pool, folder, tmp_path):
-    """FSDP2 2, context 2 and tensor 2; what goes on from it are 4 processes, then 8 again."""
+    """FSDP2 2, context 2 and tensor 2; what goes on from it are 4 processes, then 8 again, also as
+    two nodes.
+    """
     path = tmp_path / "checkpoint.safetensors"
     expected, _ = assert_trains_as_one_process(eight, folder, path, SIZES["context and tensor"])
     for losses in pool(run_going_on, folder, SIZES["tensor"], path):
         assert_close(losses, expected, 1e-5)
-    for losses in eight(run_going_on, folder, SIZES["context"] | {"tensor_parallel": 1}, path):
-        assert_close(losses, expected, 1e-5)
+    for sizes in (SIZES["context"], {"parallel": "hybrid", "tensor_parallel": 2}):
+        for losses in eight(run_going_on, folder, sizes, path):
+            assert_close(losses, expected, 1e-5)
 
 
 def compiled_trainer(folder, **sizes):
@@ -275,16 +279,16 @@ TP, CP = "--tensor-parallel", "--context-parallel"
 REFUSED = {
     "expected --no-cuda-graph on several processes, got --cuda-graph; an update is not recorded "
     "with what it sends": ({}, {"cuda_graph": True}),
-    f"expected --segments 1 with {TP}, got {TP} 2 and another": (
+    f"expected --segments 1 with {TP} 2, got another value": (
         *({"segments": 3}, {"tensor_parallel": 2}),
     ),
-    f"expected --segments 1 with {CP}, got {CP} 4 and another": (
+    f"expected --segments 1 with {CP} 4, got another value": (
         *({"segments": 3}, {"context_parallel": 4}),
     ),
-    f"expected --no-packed with {CP}, got {CP} 2 and another": (
+    f"expected --no-packed with {CP} 2, got another value": (
         *({"packed": True}, {"context_parallel": 2}),
     ),
-    f"expected --parallel shard with {TP}, got {TP} 2 and another": (
+    f"expected --parallel shard with {TP} 2, got another value": (
         *({}, {"tensor_parallel": 2, "parallel": "replicate"}),
     ),
     "expected several nodes, of which --tensor-parallel times --context-parallel, 4 * 1, divides "

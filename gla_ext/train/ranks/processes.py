@@ -204,7 +204,7 @@ def quiet_but_first() -> Iterator[None]:
 
 def _refuse(flag: str, size: int, other: str, is_given: bool) -> None:
     if size > 1 and is_given:
-        raise NotImplementedError(f"expected {other} with {flag}, got {flag} {size} and another")
+        raise NotImplementedError(f"expected {other} with {flag} {size}, got another value")
 
 
 def _check_divides(flag: str, value: int, size: int, what: str) -> None:
