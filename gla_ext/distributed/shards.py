@@ -62,7 +62,7 @@ def shard_model(
     }
     count = len(blocks)
     groups = [blocks[i : i + blocks_per_group] for i in range(0, count, blocks_per_group)]
-    firsts = []
+    firsts = [model]
     for group in groups:
         fully_shard(list(group) if len(group) > 1 else group[0], **options)
         firsts.append(group[0])
