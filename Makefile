@@ -12,6 +12,8 @@
 # test-gpu       check and time the CUDA kernels on this machine's GPU, in some minutes; after `test`
 # sanitize       run the tests of the CPU operators with the address and undefined behaviour
 #                sanitizers, in a build of its own
+# fuzz           give damaged requests and files to what reads them, MINUTES for each file of
+#                tests/fuzz
 # test-emulated  run the CUDA kernels on the GPU in software of tests/emulator; needs a CUDA toolkit
 #                and an extension built with TORCH_CUDA_ARCH_LIST=9.0a+PTX
 # bench          time the operators on this CPU and write benchmarks/results/RESULTS_CPU.md
@@ -20,7 +22,8 @@
 #                fails; needs nvcc, no GPU
 # wheel          build a wheel for TORCH and PYTHON in an environment of its own, check it in another,
 #                and leave it in dist/
-# wheels         the same for each of TORCHES
+# wheels         the same for each of TORCHES and PYTHONS, and an index of dist/; what several wheels
+#                have in common is compiled once
 # docs           make the pages of docs/ a site, .build/site/index.html; needs no torch, no extension
 # lint           check the style of Python, C++ and CUDA, and the workflows
 # format         fix what `lint` finds, where ruff and clang-format can
@@ -35,8 +38,10 @@
 #                they are built for the GPU of this machine. A build is kept as it was asked for
 #                until another is asked for
 # TORCHES=       versions of torch for `wheels`, the newest of each minor version supported
+# PYTHONS=       interpreters for `wheels`
 # FLA=           version of flash-linear-attention for `test-fla`
 # TRANSFORMERS=  version of transformers for `test-fla`
+# MINUTES=       of `fuzz`, 10 by default
 # NPROC=         processes of `train` on this machine, one a GPU; by default one
 # TRAIN_ARGS=    arguments for `train`, such as --help
 # PYTEST_ARGS=   arguments for pytest in `sanitize` and the targets whose names begin with `test`,
@@ -48,9 +53,11 @@ VENV ?= .venv
 PYTHON ?=
 TORCH ?= torch==2.11.0
 TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+PYTHONS ?= python3.11 python3.12 python3.13
 FORCE_CUDA ?=
 FLA ?= 0.5.2
 TRANSFORMERS ?= 4.55.4
+MINUTES ?= 10
 NPROC ?=
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
@@ -76,7 +83,7 @@ sources_in = $(shell find $(1) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -
 cpp_files := $(call sources_in,csrc tests/cpp examples)
 emulator_files := $(call sources_in,tests/emulator)
 
-.PHONY: build train test test-all test-cpus test-fla test-vllm test-gpu sanitize test-emulated bench \
+.PHONY: build train test test-all test-cpus test-fla test-vllm test-gpu sanitize fuzz test-emulated bench \
 	ctest archs wheel wheels docs lint format clean help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
@@ -120,6 +127,15 @@ sanitize: $(deps_stamp)
 		PYTHONPATH=.build/sanitized $(VENV)/bin/pytest -n 2 -m "not slow" \
 		$(or $(PYTEST_ARGS),tests/operators tests/modules tests/steps)
 
+# The inputs of a run are others than those of the run before.
+fuzz: $(built_stamp)
+	@for file in tests/fuzz/test_*.py; do \
+		end=$$(($$(date +%s) + 60 * $(MINUTES))); \
+		while [ $$(date +%s) -lt $$end ]; do \
+			HYPOTHESIS_PROFILE=thorough OMP_NUM_THREADS=1 $(py) -m pytest -q $$file $(PYTEST_ARGS) || exit 1; \
+		done; \
+	done
+
 test-gpu: $(built_stamp)
 	@$(py) benchmarks/check_gpu.py $(GPU_ARGS)
 
@@ -132,7 +148,7 @@ ctest: $(deps_stamp)
 	@$(VENV)/bin/ctest --test-dir build --output-on-failure
 
 archs: $(deps_stamp)
-	@for arch in 8.0 9.0a 10.0; do \
+	@for arch in 8.0 9.0a 10.0 12.0; do \
 		FORCE_CUDA=1 GLA_EXT_WERROR_SPILLS=1 TORCH_CUDA_ARCH_LIST=$$arch \
 			$(py) setup.py --quiet build_ext --cuda-only || exit 1; \
 	done
@@ -141,7 +157,8 @@ wheel:
 	@python=$$(.ci/preflight $(PYTHON)) && "$$python" .ci/build_wheel.py '$(TORCH)'
 
 wheels:
-	@for torch in $(TORCHES); do $(MAKE) wheel TORCH="torch==$$torch" || exit 1; done
+	@pythons=$$(for python in $(PYTHONS); do .ci/preflight $$python || exit 1; done) && \
+		set -- $$pythons && "$$1" .ci/build_wheel.py $(TORCHES:%=torch==%) --pythons "$$@"
 
 docs: $(docs_stamp)
 	@NO_MKDOCS_2_WARNING=1 $(py) -m mkdocs build --quiet --strict

@@ -1,22 +1,32 @@
-"""Builds the wheel of gla_ext for one torch and the Python that runs this, and checks it.
+"""Builds a wheel of gla_ext for each torch and each Python, and checks it.
 
-`python .ci/build_wheel.py 'torch==2.11.0'`, or `make wheel`, in .build/wheel/torch-2.11.0-cp312:
+`python .ci/build_wheel.py torch==2.11.0 torch==2.12.1 --pythons python3.12 python3.13`, or `make
+wheels`, in .build/wheel:
     packages/   torch and the tools, downloaded once; the environments install from here alone
+    objects/    what was compiled, for all wheels that it fits, also of a later run
+and in .build/wheel/torch-2.11.0-cp312, for a wheel:
     build/      the environment that compiles: torch and the tools, without gla_ext
-    source/     the unpacked sdist; a second run compiles again only what changed
+    source/     the unpacked sdist
     check/      an empty environment, which gets the finished wheel and what that asks for
-The wheel lies in dist/ once the selftest has passed in check/. setup.py names the variables that
-choose what is built, such as FORCE_CUDA and TORCH_CUDA_ARCH_LIST.
+A wheel lies in dist/ once the selftest has passed in check/. dist/index.html is an index for pip's
+--find-links, dist/SHA256SUMS for sha256sum -c. setup.py names the variables that choose what is
+built, such as FORCE_CUDA and TORCH_CUDA_ARCH_LIST.
 """
 
+import argparse
+import hashlib
+import html
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import tomllib
+import urllib.parse
 import venv
 import zipfile
 from pathlib import Path
@@ -44,13 +54,9 @@ def environment(inherited: dict[str, str], tools: Path) -> dict[str, str]:
 
 
 def unpack(sdist: Path, target: Path) -> None:
-    """Puts the sdist's files in place of all that target holds, but for compiled objects."""
-    target.mkdir(parents=True, exist_ok=True)
-    for old in [*target.iterdir(), *target.glob(".build/lib*"), *target.glob(".build/bdist*")]:
-        if old.is_dir() and old.name != ".build":
-            shutil.rmtree(old)
-        elif old.is_file():
-            old.unlink()
+    """Puts the sdist's files in place of all that target holds."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
     with tarfile.open(sdist) as archive:
         for member in archive.getmembers():
             member.name = member.name.partition("/")[2]
@@ -84,15 +90,44 @@ def only(folder: Path, pattern: str) -> Path:
     return found
 
 
+def write_index(dist: Path) -> list[Path]:
+    """Writes index.html and SHA256SUMS of the wheels in a folder; returns these."""
+    wheels = sorted(dist.glob("*.whl"))
+    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in wheels}
+    links = (
+        f'<a href="{urllib.parse.quote(name)}#sha256={digest}">{html.escape(name)}</a><br>'
+        for name, digest in sums.items()
+    )
+    (dist / "index.html").write_text("\n".join(["<!doctype html>", *links, ""]))
+    lines = (f"{digest}  {name}\n" for name, digest in sums.items())
+    (dist / "SHA256SUMS").write_text("".join(lines))
+    return wheels
+
+
 class Builder:
     """The steps, in the folder of one torch and one Python."""
 
     def __init__(self, requirement: str) -> None:
         self.requirement = requirement
         self.folder = work_folder(requirement)
-        self.packages = self.folder / "packages"
+        self.packages = self.folder.parent / "packages"
         self.python = self.folder / "build" / "bin" / "python"
         self.env = environment(dict(os.environ), self.python.parent)
+
+    def share_objects(self) -> None:
+        """Puts shared_objects.py before the compilers."""
+        shims, torch = self.folder / "compilers", re.sub(r"\s", "", self.requirement)
+        shims.mkdir(exist_ok=True)
+        cuda = os.environ.get("CUDA_HOME")  # else as torch looks for it
+        nvcc = f"{cuda}/bin/nvcc" if cuda else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+        compilers = {"CXX": os.environ.get("CXX", "c++"), "PYTORCH_NVCC": nvcc}
+        for name, compiler in compilers.items():
+            shim = shims / Path(compiler).name
+            words = [sys.executable, ROOT / ".ci" / "shared_objects.py"]
+            words += [self.folder.parent / "objects", torch, shutil.which(compiler) or compiler]
+            shim.write_text(f'#!/bin/sh\nexec {shlex.join(map(str, words))} "$@"\n')
+            shim.chmod(0o755)
+            self.env[name] = str(shim)
 
     def run(self, *command: str | Path, cwd: Path = ROOT) -> None:
         subprocess.run([str(part) for part in command], cwd=cwd, env=self.env, check=True)
@@ -100,7 +135,8 @@ class Builder:
     def install(self, python: Path, *requirements: str | Path) -> None:
         """Installs from the downloaded packages alone."""
         offline = ["--no-index", "--find-links", self.packages]
-        self.run(python, "-m", "pip", "install", "--quiet", *offline, *requirements)
+        command = ["install", "--quiet", "--no-compile", *offline]
+        self.run(python, "-m", "pip", *command, *requirements)
 
     def prepare(self) -> None:
         """Downloads torch and the tools, and makes the environment that compiles."""
@@ -150,25 +186,50 @@ class Builder:
         return only(self.folder, pattern).read_text()
 
 
-def main(requirement: str) -> None:
-    builder = Builder(requirement)
+def one(requirement: str) -> None:
+    """The wheel for a torch and this Python."""
+    start, builder = time.monotonic(), Builder(requirement)
     print(f"Installing {requirement} and the tools into {builder.folder}/build", flush=True)
     builder.prepare()
-    print("Building the wheel; with CUDA that takes some 7 minutes on two cores", flush=True)
+    print("Building the wheel", flush=True)
+    builder.share_objects()
     wheel = builder.repair(builder.build())
+    theirs = glibc(builder.torch_tags())
+    shutil.rmtree(builder.folder / "build")
     print(f"Checking {wheel.name} in an empty environment", flush=True)
     builder.check(wheel)
     (ROOT / "dist").mkdir(exist_ok=True)
     done = shutil.copy2(wheel, ROOT / "dist")
-    theirs = glibc(builder.torch_tags())
-    size = wheel.stat().st_size / 1e6
-    print(f"{done}: {size:.1f} MB, glibc {glibc(wheel.name)} or newer; torch's wheel: {theirs}")
+    size, seconds = wheel.stat().st_size / 1e6, time.monotonic() - start
+    print(
+        f"{done}: {size:.1f} MB in {seconds:.0f} s, glibc {glibc(wheel.name)} or newer; torch's "
+        f"wheel: {theirs}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("torches", nargs="+", metavar="TORCH", help="such as torch==2.11.0")
+    parser.add_argument("--pythons", nargs="+", help="default: the one that runs this")
+    arguments = parser.parse_args()
+    if arguments.pythons is None:
+        for requirement in arguments.torches:
+            one(requirement)
+        write_index(ROOT / "dist")
+        return
+    start = time.monotonic()
+    for requirement in arguments.torches:
+        for python in arguments.pythons:
+            subprocess.run([python, __file__, requirement], check=True)
+    wheels = write_index(ROOT / "dist")
+    size = sum(path.stat().st_size for path in wheels) / 1e6
+    print(f"dist: {len(wheels)} wheels, {size:.1f} MB, in {time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        raise SystemExit("usage: build_wheel.py REQUIREMENT, such as 'torch==2.11.0'")
     try:
-        main(sys.argv[1])
+        main()
     except subprocess.CalledProcessError as error:
-        raise SystemExit(f"make wheel: failed, as said above: {' '.join(error.cmd)}") from None
+        command = " ".join(map(str, error.cmd))
+        raise SystemExit(f"make wheel: failed, as said above: {command}") from None

@@ -187,6 +187,15 @@ void recurrent_gla_commit_(const at::Tensor& k, const at::Tensor& v, const Optio
                            const OptionalTensor& cu_seqlens = std::nullopt,
                            const OptionalTensor& write_slots = std::nullopt);
 
+// A step of T tokens that writes them to the rows' buffers [P, L, HK, K | V], and to the state only
+// what a row's buffer held, count[slot] tokens, where T more do not fit.
+at::Tensor recurrent_gla_buffered_step_(const at::Tensor& q, const at::Tensor& k,
+                                        const at::Tensor& v, const OptionalTensor& gk,
+                                        at::Tensor& state, const OptionalTensor& slots,
+                                        at::Tensor& buffer_k, at::Tensor& buffer_v,
+                                        at::Tensor& buffer_g, const at::Tensor& count,
+                                        std::optional<double> scale, bool state_v_first);
+
 // The root mean square norm over the last dimension (arXiv 1910.07467), times a weight [V] and an
 // activated gate of x's shape, each of which may be absent, rounded once:
 // y = x rstd weight activation(gate), rstd = (mean(x^2) + eps)^-0.5. The activation is one of relu,

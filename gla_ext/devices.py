@@ -33,7 +33,8 @@ def check_device(device: str) -> None:
         return
     if not _has_cuda_operators():
         raise ValueError(
-            f"expected --device to be cpu, as this build has no CUDA operators, got {device}"
+            f"expected --device to be cpu, as this build has no CUDA operators (FORCE_CUDA=1 make "
+            f"builds them), got {device}"
         )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (place.index or 0) >= count:

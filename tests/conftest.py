@@ -11,6 +11,7 @@ from fla_kernels import import_fla, require_kernels
 
 import gla_ext.fla
 from gla_ext import _C
+from gla_ext.cache import _tokens
 from gla_ext.decode._loop import DecodeLoop
 from gla_ext.ops import chunk as ops
 from gla_ext.train.data import load_corpus
@@ -238,6 +239,13 @@ def one_rank():
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield torch.distributed.init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def buffers(monkeypatch):
+    """Decoders and engines of any size, on any device, keep tokens beside their states."""
+    monkeypatch.setattr(_tokens, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(_tokens, "DEVICES", ("cpu", "cuda"))
 
 
 @pytest.fixture

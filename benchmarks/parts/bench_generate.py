@@ -16,10 +16,11 @@ from shared.timing import Timing, summary
 from torch import Tensor, nn
 
 from gla_ext.cache import StaticGLACache
+from gla_ext.cache._tokens import TokenBuffers, are_faster
 from gla_ext.model import fuse_projections
 
 FUSED, TRANSFORMER = "gla_ext, fused projections", "SDPA Transformer"
-CHECKED_STEPS = 8
+CHECKED_STEPS = 20  # more than a buffer of tokens holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +53,18 @@ def check_ours(model: nn.Module, prompts: Tensor) -> None:
     """Raises WrongResults unless decoding gives the logits of one forward over all tokens, and a
     graph the tokens of eager steps.
     """
-    cache, B, T = StaticGLACache(prompts.shape[0]), *prompts.shape
+    (B, T), device = prompts.shape, prompts.device
+    cache = StaticGLACache(B, torch.zeros(B, dtype=torch.bool, device=device))
+    if are_faster(B, device):
+        cache.buffers = TokenBuffers(B, device)
     with cache.prefill():
         logits = [model(prompts, past_key_values=cache, use_cache=True, logits_to_keep=1).logits]
     tokens = prompts
     for _ in range(CHECKED_STEPS):
         tokens = torch.cat([tokens, logits[-1].argmax(-1)], 1)
+        cache.begin_step()
         logits.append(model(tokens[:, -1:], past_key_values=cache, use_cache=True).logits)
+        cache.count_token()
     whole = model(tokens, logits_to_keep=CHECKED_STEPS + 1).logits
     where = f"decoding with gla_ext, B {B}, T {T}"
     require_close({"logits": torch.cat(logits, 1)}, {"logits": whole}, TOLERANCE, where)

@@ -27,9 +27,8 @@ class DecodeCall : Launch {
     p.dtype = dtype_of(x.scalar_type());
     p.rows = static_cast<int32_t>(rows), p.D = static_cast<int32_t>(D);
     p.group = p.D;
-    const auto* gpu = at::cuda::getDeviceProperties(x.device().index());
-    p.overlaps = overlaps && gpu->major >= 9;
-    p.processors = gpu->multiProcessorCount;
+    p.overlaps = overlaps && takes_dependent_launch(x.device());
+    p.processors = at::cuda::getDeviceProperties(x.device().index())->multiProcessorCount;
     p.clusters = takes_sm90(x.device());
     p.x = input(x, D, p.x_stride);
   }

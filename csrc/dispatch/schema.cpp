@@ -28,8 +28,9 @@ void refuse_device(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (!device.has_value()) device = t.device();
   }
   TORCH_CHECK_TYPE(device.has_value(), name, ": expected tensors, got None");
+  const char* help = device->is_cuda() ? "; FORCE_CUDA=1 make builds them" : "";
   TORCH_CHECK_NOT_IMPLEMENTED(false, name, ": no kernels for device ", *device,
-                              " in this build of gla_ext; see python -m gla_ext.info");
+                              " in this build of gla_ext", help, "; see python -m gla_ext.info");
 }
 
 void refuse_batches(const c10::OperatorHandle& op, torch::jit::Stack*) {

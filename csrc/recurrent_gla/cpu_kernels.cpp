@@ -226,15 +226,78 @@ void recurrent_backward(const Problem<T>& p, T* workspace, const Run<T>& run) {
     store_state(run.dstate_in, run.state_dtype, p.state_v_first, p.K, p.V, w.dS, w.Vp, w.k);
 }
 
+template <typename T>
+int64_t buffered_workspace(int64_t K, int64_t V, int64_t drafts, int64_t tokens) {
+  const int64_t Kp = padded(K), Vp = padded(V);
+  return drafts * (Kp + Vp + tokens) + 2 * Kp + (Kp > Vp ? Kp : Vp);
+}
+
+template <typename T>
+inline T dot(const T* x, const T* y, int64_t n) {
+  Vec<T> sum(T(0));
+  for (int64_t i = 0; i < n; i += Vec<T>::size())
+    sum = at::vec::fmadd(Vec<T>::loadu(x + i), Vec<T>::loadu(y + i), sum);
+  return sum_of_lanes(sum);
+}
+
+template <typename T>
+inline void add_multiple(T* to, T factor, const T* x, int64_t n) {
+  const Vec<T> f(factor);
+  map<T>(n, [&](Vec<T> y, Vec<T> sum) { return at::vec::fmadd(f, y, sum); }, to, x, to);
+}
+
+// The chunk form, with running products of decays w_tj = a_{j+1} .. a_t, 1 for t = j:
+//   o_t = Sᵀ (q_t ⊙ a_0 .. a_t) + Σ_{j <= t} A_tj v_j      A_tj = Σ_d q_td k_jd w_tjd
+// The state is read once, in its own layout.
+template <typename T>
+void buffered(const Problem<T>& p, T* workspace, const BufferedRun<T>& run) {
+  const int64_t Kp = padded(p.K), Vp = padded(p.V);
+  const int64_t drafts = run.drafts.length, tokens = run.buffer.length, first = tokens - drafts;
+  T *q = workspace, *o = q + drafts * Kp, *A = o + drafts * Vp;  // [drafts, Kp | Vp | tokens]
+  T *k = A + drafts * tokens, *a = k + Kp, *row = a + Kp;
+  const Vec<T> scale(p.scale);
+  for (int64_t t = 0; t < drafts; ++t) {
+    load_token(q + t * Kp, p, p.q, run.drafts, t, p.K);
+    map<T>(Kp, [&](Vec<T> x) { return x * scale; }, q + t * Kp, q + t * Kp);
+  }
+  for (int64_t j = tokens - 1; j >= 0; --j) {
+    load_token(k, p, p.k, run.buffer, j, p.K);
+    load_decay(a, p, p.g, run.buffer, j, p.K);
+    for (int64_t t = j > first ? j - first : 0; t < drafts; ++t) {
+      A[t * tokens + j] = dot(q + t * Kp, k, Kp);
+      map<T>(Kp, Times(), q + t * Kp, q + t * Kp, a);
+    }
+  }
+  std::memset(o, 0, drafts * Vp * sizeof(T));
+  for (int64_t j = 0; j < tokens; ++j) {
+    load_token(row, p, p.v, run.buffer, j, p.V);
+    for (int64_t t = j > first ? j - first : 0; t < drafts; ++t)
+      add_multiple(o + t * Vp, A[t * tokens + j], row, Vp);
+  }
+  const int64_t rows = p.state_v_first ? p.V : p.K, columns = p.state_v_first ? p.K : p.V;
+  for (int64_t i = 0; i < rows; ++i) {
+    convert_row(row, run.buffer.state_in, run.buffer.state_dtype, i * columns, columns);
+    std::memset(row + columns, 0, (padded(columns) - columns) * sizeof(T));
+    for (int64_t t = 0; t < drafts; ++t)
+      if (p.state_v_first)
+        o[t * Vp + i] += dot(q + t * Kp, row, Kp);
+      else
+        add_multiple(o + t * Vp, q[t * Kp + i], row, Vp);
+  }
+  for (int64_t t = 0; t < drafts; ++t) store_token(o + t * Vp, p, p.o, run.drafts, t, p.V);
+}
+
 }  // namespace CPU_CAPABILITY
 
 template <>
 const RecurrentKernels<float> KernelTables<RecurrentKernels<float>>::CPU_CAPABILITY = {
     CPU_CAPABILITY::recurrent_workspace<float>, CPU_CAPABILITY::recurrent_forward<float>,
-    CPU_CAPABILITY::recurrent_backward<float>};
+    CPU_CAPABILITY::recurrent_backward<float>, CPU_CAPABILITY::buffered_workspace<float>,
+    CPU_CAPABILITY::buffered<float>};
 template <>
 const RecurrentKernels<double> KernelTables<RecurrentKernels<double>>::CPU_CAPABILITY = {
     CPU_CAPABILITY::recurrent_workspace<double>, CPU_CAPABILITY::recurrent_forward<double>,
-    CPU_CAPABILITY::recurrent_backward<double>};
+    CPU_CAPABILITY::recurrent_backward<double>, CPU_CAPABILITY::buffered_workspace<double>,
+    CPU_CAPABILITY::buffered<double>};
 
 }  // namespace gla_ext::cpu

@@ -20,12 +20,22 @@ struct Run {
   DType state_dtype = std::is_same_v<T, double> ? DType::kDouble : DType::kFloat;
 };
 
+// A row's new tokens, which are the last of its slot's buffer, and all tokens of the buffer, with
+// the state that they go on from.
+template <typename T>
+struct BufferedRun {
+  Run<T> drafts, buffer;
+};
+
 template <typename T>
 struct RecurrentKernels {
   using Task = void (*)(const Problem<T>&, T* workspace, const Run<T>&);
   int64_t (*workspace)(int64_t K, int64_t V, int64_t tokens, bool backward);  // elements
   Task forward;   // q k v g gv state_in -> o state_out
   Task backward;  // do dstate_out q k v g gv state_in -> dq dk dv dg dgv dstate_in
+  int64_t (*buffered_workspace)(int64_t K, int64_t V, int64_t drafts, int64_t tokens);  // elements
+  // q of the drafts, k v g of the buffer, state_in -> o of the drafts
+  void (*buffered)(const Problem<T>&, T* workspace, const BufferedRun<T>&);
 };
 
 }  // namespace gla_ext::cpu

@@ -1,9 +1,12 @@
 // The recurrent operators on CUDA, over sequences and on a pool of states: check, allocate, launch.
 #include <limits>
+#include <numeric>
 #include <vector>
 
+#include "buffered.h"
 #include "common/heads.h"
 #include "cuda/host/launch.h"
+#include "cuda/host/plan_inputs.h"
 #include "cuda_pool.h"
 #include "dispatch/output.h"
 #include "low_rank_step.h"
@@ -102,9 +105,24 @@ class RecurrentCall : Launch {
 
   void forward() { launch(recurrent_forward, p); }
   void low_rank_step(LowRankGate gate) {
-    gate.overlaps =
-        gate.overlaps && at::cuda::getDeviceProperties(options_.device().index())->major >= 9;
+    gate.overlaps = gate.overlaps && takes_dependent_launch(options_.device());
     launch(recurrent_low_rank_step, p, gate);
+  }
+  void buffered_step(Buffers& b, const BufferedStep& a) {
+    const int64_t B = p.B, T = p.T, HK = a.k.size(2), Kp = (p.K + 7) / 8 * 8;
+    b.HK = static_cast<int32_t>(HK);
+    b.L = static_cast<int32_t>(a.buffer_k.size(1));
+    input(b.k, a.buffer_k);
+    input(b.v, a.buffer_v);
+    input(b.g, a.buffer_g);
+    input(b.count, a.count);
+    float** parts[]{&b.scores, &b.queries, &b.keys, &b.values};
+    const int64_t sizes[]{B * p.H * T * kMostBuffered, B * p.H * T * Kp, B * HK * Kp * kFoldPitch,
+                          B * HK * T * p.V};
+    const int64_t total = std::accumulate(std::begin(sizes), std::end(sizes), int64_t{0});
+    float* next = hold(at::empty({total}, options_.dtype(at::kFloat))).mutable_data_ptr<float>();
+    for (int i = 0; i < 4; ++i) *parts[i] = next, next += sizes[i];
+    launch(recurrent_buffered_step, p, b, takes_dependent_launch(options_.device()));
   }
   void verify() { launch(recurrent_verify, p, multiprocessors()); }
   void backward() {
@@ -241,12 +259,36 @@ at::Tensor low_rank_step_cuda(const LowRankStep& a) {
   return o;
 }
 
+at::Tensor buffered_step_cuda(const BufferedStep& a) {
+  const char* op = "recurrent_gla_buffered_step_";
+  Shape shape = check_buffered_step(a);
+  check_buffer_layouts(a);
+  TORCH_CHECK_NOT_IMPLEMENTED(a.buffer_k.size(1) <= kMostBuffered, op,
+                              ": expected L, the tokens of ", "a buffer, to be at most ",
+                              kMostBuffered, " on CUDA, got ", a.buffer_k.size(1));
+  RecurrentCall call(op, shape, a.q, a.scale);
+  Recurrence& p = call.p;
+  p.state_v_first = a.state_v_first;
+  call.input(p.q, a.q);
+  call.input(p.k, a.k);
+  call.input(p.v, a.v);
+  call.input_key_gate(a.gk);
+  call.input(p.slots, a.slots);
+  at::Tensor o = call.output(p.o, p.V, a.v.scalar_type());
+  use_pool(p, a.state, /*write=*/true);
+  Buffers buffers;
+  call.buffered_step(buffers, a);
+  return o;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gla_ext, CUDA, m) {
   m.impl("recurrent_gla_fwd", by_arguments<recurrent_gla_fwd, recurrent_gla_fwd_cuda>);
   m.impl("recurrent_gla_bwd", by_arguments<recurrent_gla_bwd, recurrent_gla_bwd_cuda>);
   m.impl("recurrent_gla_low_rank_step_", positional<low_rank_step_cuda>);
+  m.impl("recurrent_gla_buffered_step_",
+         by_arguments<recurrent_gla_buffered_step_, buffered_step_cuda>);
   RecurrentOnPool<run_on_pool>::register_in(m);
 }
 

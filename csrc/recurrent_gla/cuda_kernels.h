@@ -82,6 +82,33 @@ void recurrent_verify(const Recurrence& p, int multiprocessors, cudaStream_t str
 void recurrent_verify_bf16(const Recurrence& p, int multiprocessors, cudaStream_t stream);
 void recurrent_verify_fp16(const Recurrence& p, int multiprocessors, cudaStream_t stream);
 
+// The buffers of a pool's slots, of p's P slots and B rows, and what the two kernels of a step pass
+// on, in floats. Kp: K up to the next multiple of 8.
+struct Buffers {
+  Rows k, v, g;   // [P, L, HK, K | V]
+  Indices count;  // [P]
+  int32_t HK = 0, L = 0;
+  float* scores = nullptr;   // [B, H, T, kMostBuffered]
+  float* queries = nullptr;  // [B, H, T, Kp], q decayed to the state
+  // Of rows whose buffer is folded: its keys decayed to its end, and their decay, [kFoldRows, Kp],
+  // or [Kp, kFoldPitch] for [K, V] states; and v of the places that new tokens take, [T, V].
+  float* keys = nullptr;    // [B, HK, ..]
+  float* values = nullptr;  // [B, HK, T, V]
+};
+constexpr int kMostBuffered = 16;
+constexpr int kFoldRows = kMostBuffered + 1, kFoldPitch = kMostBuffered + 4;
+
+// q k v gk state_in and the buffers -> o, the buffers and, of rows whose buffer is full, state_out.
+// overlaps: the second kernel may start while the first still runs.
+void recurrent_buffered_step(const Recurrence& p, const Buffers& buffers, bool overlaps,
+                             cudaStream_t stream);
+// Its first kernel, and its second for a pool of states of one type; it calls these itself.
+void recurrent_buffered_scores(const Recurrence& p, const Buffers& buffers, cudaStream_t stream);
+void recurrent_buffered_outputs_bf16(const Recurrence& p, const Buffers& buffers, bool overlaps,
+                                     cudaStream_t stream);
+void recurrent_buffered_outputs_fp16(const Recurrence& p, const Buffers& buffers, bool overlaps,
+                                     cudaStream_t stream);
+
 // The memory that backward needs, in floats, and its grid. A tile is a block's part of a state.
 struct RecurrentBackwardPlan {
   int64_t value_blocks;  // blocks of threads that share a state, each with some of its values

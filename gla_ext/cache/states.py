@@ -25,9 +25,11 @@ class GLACache:
         in_place: whether a layer that decodes overwrites the state in this cache.
         slots: int64 `[B]`, the rows of a batch in place, -1 for a row that waits; None if no row
             waits.
+        buffering: whether the current step keeps its token beside the states.
     """
 
     in_place = False
+    buffering = False
     slots: Tensor | None = None
     bucket: int | None = None  # number of keys that a token step reads, if not all
     max_seqlen: int | None = None  # of the packed sequences of the current call, if known
@@ -115,6 +117,9 @@ class GLACache:
 
     def prompt_rows(self, layer_idx: int | None) -> None:
         """None: this cache has no buffers that prompts can use in place; see `StaticGLACache`."""
+
+    def token_buffers(self, *args: Any) -> None:
+        """None: this cache keeps no tokens beside its states; see `StaticGLACache`."""
 
     def reset(self) -> None:
         """Empties the cache."""

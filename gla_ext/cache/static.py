@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gla_ext.cache._key_values import KeyValues, map_entry, map_tensors, tensors_in
 from gla_ext.cache._rows import Checkpoints, Gathered
+from gla_ext.cache._tokens import TokenBuffers
 from gla_ext.cache.states import GLACache
 
 
@@ -20,6 +21,9 @@ class StaticGLACache(GLACache):
     The first states are copied into new buffers, and all later states over them. A layer that
     decodes one token writes its recurrent state there directly. No gradient passes through the
     cache.
+
+    With `buffers`, a step may leave recurrent states as they are and keep its token beside them;
+    `flush` makes the states whole.
 
     Only the keys and values of attention layers move, if `reserve` makes more room for them.
 
@@ -33,6 +37,8 @@ class StaticGLACache(GLACache):
             it.
         moves: how often keys and values have moved.
         attends: whether an attention layer has stored keys and values here.
+        buffers: tokens that the states do not hold yet, if the decoding code uses them: it then
+            calls `begin_step` before each step and `count_token` after it. Default: None.
     """
 
     in_place = True
@@ -45,6 +51,7 @@ class StaticGLACache(GLACache):
         super().__init__()
         self.batch_size = batch_size
         self.longest, self.moves, self.attends = 0, 0, False
+        self.buffers: TokenBuffers | None = None
         self._done, self._slots = done, None
         if done is not None:
             self._every_row = torch.arange(batch_size, device=done.device)
@@ -85,6 +92,39 @@ class StaticGLACache(GLACache):
             found |= {"checkpoint_every": kept.every, "checkpoint_slots": kept.rows}
             found["checkpoint_cu_starts"] = kept.cu_starts
         return found
+
+    def token_buffers(
+        self, layer_idx: int | None, k: Tensor, v: Tensor, gk: Tensor
+    ) -> dict[str, Tensor] | None:
+        """Arguments of `recurrent_gla_buffered_step_` for a layer's tokens; None if they go into
+        the state directly. The first prompt makes the buffers.
+        """
+        if self.buffers is None or layer_idx is None or not self.buffers.allowed:
+            return None
+        found = self.buffers.of(layer_idx, k, v, gk, self.batch_size)
+        return None if self._prefills or not self.buffering else found
+
+    def begin_step(self) -> bool:
+        """Decides whether the next step uses the buffers, and returns that. If not, the states
+        become whole.
+        """
+        if self.buffers is None:
+            return False
+        self.buffering = self.buffers.fit(self.batch_size)
+        if not self.buffering:
+            self.flush()
+        self.buffers.filled |= self.buffering
+        return self.buffering
+
+    def count_token(self) -> None:
+        """Counts a step's token, after the model; rows that are done have none."""
+        if self.buffering:
+            self.buffers.count_token(self._done)
+
+    def flush(self, rows: Tensor | None = None) -> None:
+        """Makes recurrent states whole: all rows, or the rows in an int64 tensor `[N]`."""
+        if self.buffers is not None:
+            self.buffers.flush(self.states, rows)
 
     def keep_inputs(self, layer_idx: int, inputs: Sequence[Tensor]) -> None:
         """Stores the inputs of a layer's convolutions, `[1, T, D]` each, that checkpoints need."""
@@ -148,12 +188,16 @@ class StaticGLACache(GLACache):
                 attention. Default: 0.
             max_seqlen: an upper bound of the length of the sequences. Default: None (unknown).
             sources: int64 `[N]`, with keep, the rows whose states sequences start from; they are
-                not changed. Default: None (rows).
+                not changed, and must be whole. Default: None (rows).
             goes_on: bool `[N]`, with keep: a sequence with False starts from zero. Default: None
                 (all True).
             checkpoints: rows that store states in the middle of the prompts. All layers must be GLA
                 and not in mode 'fused_recurrent'. Default: None.
         """
+        if keep and sources is None:
+            self.flush(rows)
+        elif self.buffers is not None:
+            self.buffers.drop(rows)
         self._prefills, self._starts, self._rows = True, not keep, rows
         self._sources = rows if sources is None else sources
         self._goes_on, self._checkpoints = goes_on, checkpoints
@@ -180,6 +224,7 @@ class StaticGLACache(GLACache):
         """Copies the states into a cache, and adds `offset` tokens to its count."""
         for kept in self.attention:
             kept.longest = self.longest
+        self.flush()
         with torch.inference_mode(False):
             for layer_idx, entry in enumerate(self):
                 cache.update(layer_idx=layer_idx, **map_entry(Tensor.clone, entry), offset=offset)
@@ -216,13 +261,20 @@ class StaticGLACache(GLACache):
         """Zeroes the buffers, as before a first token: all rows, or the rows in an int64 tensor
         `[N]`.
         """
-        for entry in self.states:
-            for x in tensors_in(entry):
-                _clear(x, rows)
+        if self.buffers is not None:
+            self.buffers.drop(rows)
+        for x in self.tensors():
+            _clear(x, rows)
 
     def tensors(self) -> list[Tensor]:
-        """Every buffer."""
+        """Every buffer of states; those of tokens are not among them."""
         return [x for entry in self.states for x in tensors_in(entry)]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of states and tokens, bytes."""
+        tokens = 0 if self.buffers is None else self.buffers.nbytes
+        return sum(x.nbytes for x in self.tensors()) + tokens
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Not implemented: rows may be at different tokens, and a CUDA graph does not count
@@ -232,6 +284,7 @@ class StaticGLACache(GLACache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Like `GLACache.batch_select_indices`; there must be as many indices as rows."""
+        self.flush()
         for x in self.tensors():
             x.copy_(x.index_select(0, indices.to(x.device)))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gla_ext.cache import StaticGLACache
 from gla_ext.cache._key_values import FEWEST, room_for
+from gla_ext.cache._tokens import TokenBuffers, are_faster
 from gla_ext.decode import _capture
 from gla_ext.decode._graph_key import GraphKeys
 from gla_ext.decode._prompts import SEGMENT_TOKENS, Prompts
@@ -53,9 +54,9 @@ class DecodeLoop:
     def __init__(self, model: LanguageModel, batch_size: int, sampling: Sampling) -> None:
         device = device_of(model)
         self.top_k = sampling.top_k
-        # By the number of keys that a step reads (`cache.bucket`); without attention one entry,
-        # None.
-        self.graphs: dict[int | None, _capture.Graph | None] = {}
+        # By the number of keys that a step reads (`cache.bucket`, None without attention), and
+        # whether it keeps its token in buffers (`cache.buffering`).
+        self.graphs: dict[tuple[int | None, bool], _capture.Graph | None] = {}
         self.has_graphs = False
         self.keys = GraphKeys()
         self._moves = 0  # value of cache.moves at the last capture
@@ -67,6 +68,9 @@ class DecodeLoop:
             self.sums = torch.zeros(batch_size, device=device)
             self.cache = StaticGLACache(batch_size, self.done)
             self.cache.counts = False
+            if are_faster(batch_size, device):
+                self.cache.buffers = TokenBuffers(batch_size, device)
+            self.cache.begin_step()
             vocab_size = model.config.vocab_size
             self.ends = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self.temperature = torch.ones((), dtype=torch.float32, device=device)
@@ -79,7 +83,11 @@ class DecodeLoop:
     @property
     def graph(self) -> _capture.Graph | None:
         """The graph of the next step, or None."""
-        return self.graphs.get(self.cache.bucket)
+        return self.graphs.get(self._kind)
+
+    @property
+    def _kind(self) -> tuple[int | None, bool]:
+        return self.cache.bucket, self.cache.buffering
 
     def set_options(self, sampling: Sampling, end_tokens: Sequence[int]) -> None:
         if not sampling.greedy:
@@ -146,6 +154,7 @@ class DecodeLoop:
         logits = model(
             self.tokens.unsqueeze(1), past_key_values=self.cache, use_cache=True, logits_to_keep=1
         ).logits[:, -1]
+        self.cache.count_token()
         tokens, largest = self._choose(logits)
         self.sums.add_(largest.masked_fill(self.done, 0))
         torch.where(self.done, self.tokens, tokens, out=self.tokens)
@@ -162,9 +171,10 @@ class DecodeLoop:
         row has.
         """
         cache = self.cache
+        cache.begin_step()
         if cache.attends:
             self._make_room()
-        if self.has_graphs and cache.bucket not in self.graphs:
+        if self.has_graphs and self._kind not in self.graphs:
             self.capture(model, stepping)
         if cache.attends:
             cache.longest += 1
@@ -183,6 +193,7 @@ class DecodeLoop:
 
     def refresh(self, model: LanguageModel) -> None:
         """Drops the graphs if the model in its present state would give others."""
+        self.cache.flush()  # what the model's layers are now may know of no buffers
         if not self.keys.fit(model):
             _capture.wait_for_replays(self.tokens.device)
             self.keys = GraphKeys()
@@ -213,7 +224,7 @@ class DecodeLoop:
                 self.done.fill_(True)
                 self.cache.skip_done()
             graph = _capture.capture(lambda: self.advance(stepping), self.tokens.device)
-            self.graphs[self.cache.bucket] = graph
+            self.graphs[self._kind] = graph
             if done is not None:
                 self.done.copy_(done)
                 self.cache.skip_done()

@@ -29,6 +29,10 @@ class Decoder:
     own graph. `prefill(prompts, rows=...)` puts new sequences in the place of finished ones, while
     the other rows wait.
 
+    With more than 32 rows on a CUDA device a step reads the recurrent states and keeps its token
+    beside them; it writes a state only once in 16 tokens. These tokens take memory: see "Tokens
+    beside the states" on the page on serving. Not so in batch-invariant mode and under autocast.
+
         decoder = Decoder(model, batch_size=2, temperature=0.8, top_k=50)
         first = decoder.prefill([[1, 5, 7], [1, 9]])  # [2], the first token of each
         for _ in range(99):
@@ -114,8 +118,8 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the states, bytes."""
-        return sum(x.nbytes for x in self._loop.cache.tensors())
+        """Memory of the states and of the tokens beside them, bytes."""
+        return self._loop.cache.nbytes
 
     def prefill(
         self,

@@ -190,6 +190,10 @@ class History:
         )
         return outputs
 
+    def token_buffers(self, k: Tensor, v: Tensor, gk: Tensor) -> dict[str, Tensor] | None:
+        """See `StaticGLACache.token_buffers`; None if no state is overwritten in place."""
+        return self._cache.token_buffers(self._layer_idx, k, v, gk) if self.in_place else None
+
     def keep(self, o: Tensor) -> Tensor:
         """Stores the states in the cache and returns o in the shape of x, with 0 at padding."""
         if self._cache is not None:

@@ -29,6 +29,7 @@ from gla_ext.layers.gate_projection import gate_projection
 from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
 from gla_ext.layers.short_convolution import ShortConvolution
 from gla_ext.ops._checks import check_tensors
+from gla_ext.ops.buffered import recurrent_gla_buffered_step_
 from gla_ext.ops.chunk import chunk_gla
 from gla_ext.ops.pool import chunk_gla_
 from gla_ext.ops.recurrent import fused_recurrent_gla, recurrent_gla_step_
@@ -280,6 +281,10 @@ class GatedLinearAttention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, gk: Tensor, history: History) -> Tensor:
         """The heads' outputs `[B, T, H, V]`; history gets the states `[N, H, V, K]` after them."""
         state, cu_seqlens = history.state, history.cu_seqlens
+        buffers = history.token_buffers(k, v, gk)
+        if buffers is not None:
+            options = {"slots": history.slots, "state_v_first": True}
+            return recurrent_gla_buffered_step_(q, k, v, gk, state=state, **buffers, **options)
         if history.pool is not None:
             history.state = history.pool["state"]
             options = {**history.pool, "state_v_first": True, "cu_seqlens": cu_seqlens}

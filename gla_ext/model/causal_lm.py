@@ -12,7 +12,7 @@ from gla_ext.decode.language_model import LanguageModel
 from gla_ext.model.blocks import GLAModel
 from gla_ext.model.config import GLAConfig
 from gla_ext.model.loss import head_and_loss
-from gla_ext.model.tensors import load_tensors, read_model, save_model
+from gla_ext.model.tensors import fitting, load_tensors, read_model, save_model
 from gla_ext.model.weights import init_weights
 
 
@@ -128,6 +128,7 @@ class GLAForCausalLM(LanguageModel):
         `gla_ext.model.checkpoint.load_model`.
         """
         config, tensors = read_model(folder)
+        tensors = fitting(cls, config, tensors)
         model = cls(config)
         load_tensors(model, tensors)
         return model.eval()

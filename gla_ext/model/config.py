@@ -9,7 +9,7 @@ from typing import Any
 
 from gla_ext.layers._options import check_sizes, typed
 from gla_ext.model.attention import Spec, attention_of, read_attn
-from gla_ext.model.files import write_text
+from gla_ext.model.files import read_json, write_text
 from gla_ext.model.legacy import modern_options
 
 # Options of FLA's configuration files that have no effect in FLA either: the value that is
@@ -193,12 +193,7 @@ class GLAConfig:
         """Reads the file `path`. Raises the errors of `from_dict`, but ValueError instead of
         TypeError, and ValueError if the file is not JSON.
         """
-        try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"GLAConfig: expected {path} to be JSON, got {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"GLAConfig: expected {path} to be a JSON object, got {values!r:.40}")
+        values = read_json(path, "GLAConfig: ")
         try:
             return cls.from_dict(values)
         except TypeError as error:

@@ -13,20 +13,19 @@ import argparse
 import json
 import shutil
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from torch import Tensor
 
 from gla_ext.model.causal_lm import GLAForCausalLM
 from gla_ext.model.config import GLAConfig
-from gla_ext.model.files import write_text
+from gla_ext.model.files import read_json, write_text
 from gla_ext.model.legacy import modern_tensors
 from gla_ext.model.tensors import (
     CONFIG_FILE,
     INDEX_FILE,
     MODEL_FILE,
-    check_tensors_of,
+    fitting,
     read_model_tensors,
     write_tensors,
 )
@@ -50,11 +49,8 @@ def convert(old: str | Path, new: str | Path) -> None:
     """
     old, new = Path(old), Path(new)
     config = GLAConfig.load(old / CONFIG_FILE)
-    values = json.loads((old / CONFIG_FILE).read_text(encoding="utf-8"))
-    tensors = _read(old)
-    with torch.device("meta"):
-        model = GLAForCausalLM(config)
-    tensors = check_tensors_of(model, tensors)
+    values = read_json(old / CONFIG_FILE)
+    tensors = fitting(GLAForCausalLM, config, _read(old))
     if new.exists() and any(new.iterdir()):
         raise FileExistsError(f"convert: expected {new} to be empty or not to be there")
     new.mkdir(parents=True, exist_ok=True)
@@ -68,8 +64,13 @@ def convert(old: str | Path, new: str | Path) -> None:
 
 def _read(folder: Path) -> dict[str, Tensor]:
     if (folder / _PICKLE).is_file() and not (folder / MODEL_FILE).is_file():
-        tensors = torch.load(folder / _PICKLE, map_location="cpu", weights_only=True, mmap=True)
-        return modern_tensors(tensors)
+        try:
+            options = {"map_location": "cpu", "weights_only": True, "mmap": True}
+            return modern_tensors(torch.load(folder / _PICKLE, **options))
+        except Exception as error:  # torch and what it unpickles raise nothing narrower
+            raise ValueError(
+                f"convert: expected {folder / _PICKLE} to hold tensors alone, got {error}"
+            ) from error
     return read_model_tensors(folder)
 
 
@@ -82,7 +83,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         convert(arguments.old, arguments.new)
-    except (OSError, ValueError, RuntimeError, UnpicklingError) as error:
+    except (OSError, ValueError, NotImplementedError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 
 

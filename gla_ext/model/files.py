@@ -1,12 +1,14 @@
-"""Files that are complete at any moment, and the removal of partial files after a kill."""
+"""Files that are complete at any moment, the removal of partial files after a kill, and JSON."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -42,6 +44,36 @@ def write_text(path: str | Path, text: str) -> None:
     """Writes text as UTF-8, through `replacing`."""
     with replacing(path) as file:
         file.write_text(text, encoding="utf-8")
+
+
+def read_json(path: str | Path, owner: str = "") -> dict[str, Any]:
+    """The object in a JSON file; raises OSError, and the errors of `json_object`."""
+    return json_object(Path(path).read_bytes(), path, owner)
+
+
+def json_object(text: str | bytes, path: str | Path, owner: str = "") -> dict[str, Any]:
+    """The object in a text from the file `path`; raises ValueError, with a sentence that the owner
+    begins, if it is none.
+    """
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{owner}expected {path} to be JSON, got {error}") from error
+    if not isinstance(values, dict):
+        kind = type(values).__name__
+        raise ValueError(f"{owner}expected {path} to be a JSON object, got {kind}")
+    return values
+
+
+@contextlib.contextmanager
+def unexpected_values(path: str | Path) -> Iterator[None]:
+    """Inside, what fails because of the values in a file raises ValueError with its path."""
+    try:
+        yield
+    except (AttributeError, LookupError, OverflowError, RecursionError, TypeError) as error:
+        raise ValueError(
+            f"expected {path} to be whole, got {type(error).__name__} for its values: {error}"
+        ) from error
 
 
 def remove_leftovers(path: str | Path) -> None:

@@ -82,6 +82,8 @@ def step_attention(
     may_begin_early = takes_step(x, residual, attention_mask, cu_seqlens, cp_context)
     if may_begin_early is None or not (use_cache and getattr(past_key_values, "in_place", False)):
         return None
+    if past_key_values.buffering:  # the recurrence's kernel here writes states
+        return None
     entry = entry_of(past_key_values, layer.layer_idx)
     state = None if entry is None else entry["recurrent_state"]
     if state is None or not (is_plain_norm(norm, RMSNorm) and _is_plain_layer(layer, x.dtype)):

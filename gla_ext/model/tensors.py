@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gla_ext.model.config import GLAConfig
-from gla_ext.model.files import replacing
+from gla_ext.model.files import json_object, read_json, replacing
 from gla_ext.model.legacy import modern_tensors
 
 MODEL_FILE, CONFIG_FILE = "model.safetensors", "config.json"
@@ -82,20 +84,18 @@ def read_model_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
     """The tensors that an index lists, each read from its file."""
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(set(weight_map.values()))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"load_model: expected {index} to be JSON with a weight_map of tensors and files"
-        ) from error
+    weight_map = read_json(index, "load_model: ").get("weight_map")
+    places = weight_map.values() if isinstance(weight_map, dict) else [None]
+    if not all(isinstance(place, str) for place in places):
+        raise ValueError(f"load_model: expected {index} to hold a weight_map of tensors and files")
+    shards = sorted(set(places))
     tensors = {}
     for shard in shards:
-        if not (isinstance(shard, str) and shard and Path(shard).name == shard):
+        if not shard or Path(shard).name != shard:
             raise ValueError(f"load_model: expected {index} to name files beside it, got {shard!r}")
-        if not (index.parent / shard).is_file():
+        if not os.path.isfile(index.parent / shard):  # also for what cannot be a name
             raise FileNotFoundError(
-                f"load_model: expected {index.parent} to hold {shard}, which {index.name} names"
+                f"load_model: expected {index.parent} to hold {shard:.99}, which {index.name} names"
             )
         with _opened(index.parent / shard) as file:
             held = set(file.keys())
@@ -123,6 +123,28 @@ def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         ValueError: for a missing or unknown name, or a wrong shape.
     """
     model.load_state_dict(check_tensors_of(model, tensors), strict=False)
+
+
+def fitting(
+    kind: Callable[[GLAConfig], nn.Module], config: GLAConfig, tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The result of `check_tensors_of` for a model of a kind, which is not made for it: no memory
+    is taken for a configuration that the tensors do not have.
+
+    Raises:
+        ValueError: also for a configuration of no model.
+    """
+    last = f"model.layers.{config.num_hidden_layers - 1}."
+    if not any(name.startswith(last) for name in tensors):
+        raise ValueError(f"load_tensors: expected the file to hold tensors of {last}*, got none")
+    try:
+        with torch.device("meta"):
+            model = kind(config)
+    except NotImplementedError:
+        raise
+    except (OverflowError, RuntimeError) as error:
+        raise ValueError(f"load_tensors: expected sizes of a model, got {error}") from error
+    return check_tensors_of(model, tensors)
 
 
 def check_tensors_of(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -186,7 +208,7 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     """The metadata of `write_tensors`, or {}, without reading tensors; raises as `read_tensors`."""
     with _opened(path) as file:
         header = file.metadata() or {}
-    return json.loads(header.get(_METADATA_KEY, "{}"))
+    return json_object(header.get(_METADATA_KEY, "{}"), path)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import pkgutil
 
 from gla_ext._when_imported import when_imported
 from gla_ext.ops import _flops, _sharding
+from gla_ext.ops.buffered import recurrent_gla_buffered_step_
 from gla_ext.ops.chunk import (
     batch_invariant,
     chunk_gla,
@@ -66,6 +67,7 @@ __all__ = [
     "is_batch_invariant",
     "keeps_for_backward",
     "lightning_decay",
+    "recurrent_gla_buffered_step_",
     "recurrent_gla_commit_",
     "recurrent_gla_step_",
     "recurrent_gla_verify",

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gla_ext.cache import StaticGLACache
+from gla_ext.cache._tokens import TokenBuffers, are_faster
 from gla_ext.decode import _capture
 from gla_ext.decode._graph_key import GraphKeys
 from gla_ext.decode._loop import check_place, place_of
 from gla_ext.decode._prompts import CHUNK
 from gla_ext.decode.language_model import LanguageModel
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
-from gla_ext.serve.choice import choose, log_probabilities
+from gla_ext.serve.choice import Adjustments, Draw, choose, log_probabilities
 from gla_ext.serve.prompts import Packed, Piece, PromptGraphs, Size, lay_out
+from gla_ext.serve.request import Request, TokenLogprob
 from gla_ext.serve.rows import RowCache, StateRows
 
-
-@dataclasses.dataclass(frozen=True)
-class Draw:
-    """How to draw the next token of a row: the options of `choice.choose`."""
-
-    uniform: float = 0.0
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
+SCORED_BYTES = 1 << 26  # of the logits of a prompt's tokens, at a time
 
 
 class Batch:
@@ -50,10 +45,11 @@ class Batch:
 
     Attributes:
         cache: the memory of the layers.
-        row_nbytes: memory of a row.
+        row_nbytes: memory of a row's states.
         checkpoints: the rows that hold checkpoints and no sequences.
         every: as above, but 0 if there can be no checkpoints in the middle of prompts: there are no
             rows for them, `fixed` is set, or a layer cannot process prompts by `chunk_gla_`.
+        most_scored: number of tokens whose logits take `SCORED_BYTES`, at least a chunk.
         tokens: int64 `[rows]`, the last token of each row; there may be more rows than requested.
     """
 
@@ -71,15 +67,21 @@ class Batch:
         # With one row, sums would be split differently, and in no fixed order.
         self._rows = max(rows, 2)
         self._place = device, _, vocab_size = place_of(model)
+        self.most_scored = max(SCORED_BYTES // (4 * vocab_size) // CHUNK, 1) * CHUNK
         self._has_graphs = cuda_graph
-        self._graphs = _capture.GraphsOnDemand(self._capture)  # by the number of rows
+        # By the number of rows, and whether tokens are kept in buffers.
+        self._graphs = _capture.GraphsOnDemand(self._capture)
         self._keys = GraphKeys()
         graphs_of_prompts = cuda_graph and not fixed
         taken = self._rows + graphs_of_prompts  # one spare row for prompts' graphs
         with torch.inference_mode(False), torch.no_grad():
             self.tokens = torch.zeros(self._rows, dtype=torch.long, device=device)
             self._logits = torch.zeros(taken, vocab_size, device=device)
-            states = self._make_states(taken, state_dtype, checkpoint_bytes)
+            self._adjustments = Adjustments(self._rows, vocab_size, device)
+            tokens = None
+            if not fixed and are_faster(self._rows, device):
+                tokens = TokenBuffers(taken, device)
+            states = self._make_states(taken, state_dtype, checkpoint_bytes, tokens)
             self.checkpoints = range(taken, states.batch_size)
             layers = _layers_of(model)
             self._layers = len(layers)
@@ -96,16 +98,20 @@ class Batch:
                 self._prompts = PromptGraphs(self._read, self._record, *form)
 
     def _make_states(
-        self, taken: int, state_dtype: torch.dtype | None, checkpoint_bytes: int
+        self,
+        taken: int,
+        state_dtype: torch.dtype | None,
+        checkpoint_bytes: int,
+        tokens: TokenBuffers | None,
     ) -> StaticGLACache:
         """A cache of `taken` rows, plus as many rows for checkpoints as checkpoint_bytes hold."""
         one = StaticGLACache(1)
-        one.state_dtype = state_dtype
+        one.state_dtype, one.buffers = state_dtype, tokens
         with one.prefill():
             self._model(self.tokens[:1].unsqueeze(0), past_key_values=one, use_cache=True)
         self.row_nbytes = sum(x.nbytes for x in one.tensors())
         states = StaticGLACache(taken + checkpoint_bytes // max(self.row_nbytes, 1))
-        states.state_dtype, states.zeroed = state_dtype, taken
+        states.state_dtype, states.zeroed, states.buffers = state_dtype, taken, tokens
         with states.prefill(self.tokens[:1]):  # for row 0, whatever its states
             for layer_idx, entry in enumerate(one):
                 states.update(layer_idx=layer_idx, **entry)
@@ -114,7 +120,7 @@ class Batch:
     def warm_up(self) -> None:
         """Captures the missing graphs, if graphs are used."""
         if self._has_graphs:
-            self._graphs.warm_up(self._caches)
+            self._graphs.warm_up((n, cache.begin_step()) for n, cache in self._caches.items())
         if self._prompts is not None:
             self._prompts.warm_up()
 
@@ -126,6 +132,7 @@ class Batch:
                 number of layers, or whose prompts could no longer leave checkpoints in their
                 middle.
         """
+        self._caches[self._rows].flush()  # what the layers are now may know of no buffers
         if not self._keys.fit(self._model):
             _capture.wait_for_replays(self.tokens.device)
             self._keys = GraphKeys()
@@ -138,11 +145,12 @@ class Batch:
             wanted = f"{self._layers} layers" + " that pass prompts in chunks" * bool(self.every)
             raise ValueError(f"Engine: expected {wanted}, as before, got others; make a new Engine")
 
-    def _capture(self, count: int) -> _capture.Graph | None:
+    def _capture(self, kind: tuple[int, bool]) -> _capture.Graph | None:
         """The graph of a step of `count` rows. All rows wait during the capture."""
+        count, _ = kind
         self.cache.activate([])
         self._active = []
-        return self._record(partial(self._advance, self._caches[count], count))
+        return self._record(functools.partial(self._advance, self._caches[count], count))
 
     def _record(
         self, step: Callable[[], None], pool: tuple[int, int] | None = None
@@ -154,6 +162,7 @@ class Batch:
     def _advance(self, cache: Any, count: int) -> None:
         tokens = self.tokens[:count].unsqueeze(1)
         output = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache.count_token()
         self._logits[:count].copy_(output.logits[:, -1])
 
     @torch.no_grad()
@@ -161,12 +170,14 @@ class Batch:
         """Processes the last token of the rows, and stores their logits for `draw`."""
         wanted = sorted(rows)
         count = self._size(wanted)
-        graph = self._graphs.find(count) if self._has_graphs else None
+        cache = self._caches[count]
+        kind = (count, cache.begin_step())
+        graph = self._graphs.find(kind) if self._has_graphs else None
         if wanted != self._active:
             self.cache.activate(wanted)
             self._active = wanted
         if graph is None:
-            self._advance(self._caches[count], count)
+            self._advance(cache, count)
         else:
             graph.replay()
 
@@ -182,22 +193,54 @@ class Batch:
         """
         if self._prompts is not None and self._prompts.replay(pieces):
             return
+        self._read(self._pack(pieces), alone=len(pieces) == 1)
+
+    @torch.no_grad()
+    def score(
+        self, pieces: Sequence[Piece], following: Sequence[int], count: int
+    ) -> Callable[[], Drawn]:
+        """Like `prefill`, without a graph, and with the log-probabilities of the tokens that follow
+        the pieces' tokens.
+
+        Args:
+            pieces: of at most `most_scored` tokens together.
+            following: the T tokens that follow, in the order of the packed ones.
+            count: number of most probable tokens.
+
+        Returns:
+            A function that waits for the result, which has an element for each of the T tokens, and
+            returns it.
+        """
+        packed = self._pack(pieces)
+        logits = self._logits_of(packed, len(pieces) == 1, 0)
+        self._logits.index_copy_(0, packed.rows, logits[packed.offsets[1:] - 1])
+        tokens = torch.tensor(following).to(logits.device, non_blocking=True)
+        return _fetch([tokens, logits.amax(-1), *log_probabilities(logits, tokens, count)])
+
+    def _pack(self, pieces: Sequence[Piece]) -> Packed:
         size = Size.of(pieces)
         numbers = lay_out(pieces, size, self.every)
-        packed = size.split(numbers.to(self.tokens.device, non_blocking=True))
-        self._read(packed, alone=size.pieces == 1)
+        return size.split(numbers.to(self.tokens.device, non_blocking=True))
 
     def _read(self, packed: Packed, alone: bool = False) -> None:
         """Processes the pieces, packed with offsets or a single one."""
+        logits = self._logits_of(packed, alone, 1 if alone else packed.offsets[1:] - 1)
+        self._logits.index_copy_(0, packed.rows, logits)
+
+    def _logits_of(self, packed: Packed, alone: bool, keep: int | Tensor) -> Tensor:
         with self.cache.read(packed) as cache:
-            logits = self._model(
+            output = self._model(
                 packed.tokens.unsqueeze(0),
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=1 if alone else packed.offsets[1:] - 1,
+                logits_to_keep=keep,
                 cu_seqlens=None if alone else packed.offsets,
-            ).logits[0]
-        self._logits.index_copy_(0, packed.rows, logits.float())
+            )
+        return output.logits[0].float()
+
+    def begin(self, row: int, request: Request) -> None:
+        """Prepares a row for the draws of a request."""
+        self._adjustments.begin(row, request)
 
     @torch.no_grad()
     def draw(self, draws: dict[int, Draw], with_logprobs: bool) -> Callable[[], Drawn]:
@@ -206,35 +249,48 @@ class Batch:
         Returns:
             A function that waits for the tokens and returns them on the host.
         """
+        if not draws:
+            return lambda: Drawn([], [])
         size = max(self._size([*draws]), 2)
         logits, tokens = self._logits[:size], self.tokens[:size]
+        adjusted = self._adjustments.apply(logits, draws)
         if all(draw.temperature == 0 for draw in draws.values()):
-            largest, chosen = logits.max(-1)
+            largest, chosen = adjusted.max(-1)
         else:
             every = [draws.get(row, Draw()) for row in range(size)]
-            options = [[draw.uniform for draw in every], [draw.temperature for draw in every]]
-            options.append([draw.top_p for draw in every])
-            uniform, temperature, top_p = torch.tensor(options).to(tokens.device, non_blocking=True)
+            names = ("uniform", "temperature", "top_p", "min_p")
+            options = torch.tensor([[getattr(draw, name) for draw in every] for name in names])
+            uniform, temperature, top_p, min_p = options.to(tokens.device, non_blocking=True)
             top_k = None
             if any(draw.top_k is not None or draw.top_p < 1 for draw in draws.values()):
                 most = logits.shape[-1]
                 ranks = [most if draw.top_k is None else min(draw.top_k, most) for draw in every]
                 top_k = torch.tensor(ranks).to(tokens.device, non_blocking=True)
-            chosen, largest = choose(logits, uniform, temperature, top_k, top_p)
+            least = min_p if any(draw.min_p > 0 for draw in draws.values()) else None
+            chosen, largest = choose(adjusted, uniform, temperature, top_k, top_p, least)
         tokens.copy_(chosen)
+        self._adjustments.drew(tokens, draws)
         found = [tokens, largest, *(log_probabilities(logits, tokens) if with_logprobs else ())]
         return _fetch(found)
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """The tokens drawn, on the host: see `choice.log_probabilities`."""
+    """The tokens of rows, or of places in prompts, on the host: see `choice.log_probabilities`."""
 
     tokens: list[int]
     largest: list[float]  # logits, as in `choice.choose`
     logprobs: list[float] | None = None
     best: list[list[float]] | None = None
     best_ids: list[list[int]] | None = None
+
+    def is_finite(self, place: int) -> bool:
+        return math.isfinite(self.largest[place])
+
+    def logprob(self, place: int, count: int) -> TokenLogprob:
+        """The log-probability of a token, and those of the `count` most probable ones."""
+        best = zip(self.best_ids[place][:count], self.best[place][:count], strict=True)
+        return TokenLogprob(self.tokens[place], self.logprobs[place], dict(best))
 
 
 def _layers_of(model: LanguageModel) -> list[GatedLinearAttention]:
@@ -261,6 +317,7 @@ def _fetch(found: list[Tensor]) -> Callable[[], Drawn]:
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(found[0].device))
 
+    @functools.cache
     def wait() -> Drawn:
         arrived.synchronize()
         return Drawn(*(x.tolist() for x in copies))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,10 +17,11 @@ from gla_ext.decode.language_model import LanguageModel
 from gla_ext.decode.sampling import read_end_tokens
 from gla_ext.layers.attention import Attention
 from gla_ext.ops.chunk import batch_invariant, is_batch_invariant
-from gla_ext.serve.batch import Batch, Draw, Drawn
+from gla_ext.serve.batch import Batch, Drawn
+from gla_ext.serve.choice import Draw
 from gla_ext.serve.metrics import Metrics
 from gla_ext.serve.prefix import PrefixCache
-from gla_ext.serve.request import Delta, Limits, Request, TokenLogprob
+from gla_ext.serve.request import Delta, Limits, Request
 from gla_ext.serve.schedule import Schedule, step_of_pieces
 from gla_ext.serve.sequence import Sequence, Status
 from gla_ext.serve.text import Tokenizer
@@ -71,6 +71,8 @@ class Engine:
     always have all rows. In another row a BLAS may round differently. Such an engine is slower with
     many short prompts.
 
+    On CUDA, steps of more than 32 rows keep tokens beside the states, as in `Decoder`.
+
     Args:
         model: a `GLAForCausalLM` in eval mode.
         tokenizer: converts between tokens and text. Default: None (no text, and no stop strings).
@@ -105,7 +107,7 @@ class Engine:
         if any(isinstance(module, Attention) for module in model.modules()):
             raise NotImplementedError(
                 "Engine: a model with attention layers is not implemented, whose keys and values "
-                "grow; Decoder runs it"
+                "grow; 'vllm serve FOLDER' serves it, and Decoder runs it"
             )
         _check_mode(model)
         self.model, self.tokenizer = model, tokenizer
@@ -175,7 +177,9 @@ class Engine:
         """
         self._stamp.check("Engine")
         for request in requests:
-            self._check(request)
+            self.limits.check(request, self.model.config.vocab_size)
+            if request.stop and self.tokenizer is None:
+                raise ValueError("expected a tokenizer for stop strings, got none")
         sequences = [Sequence(request, self.tokenizer) for request in requests]
         with self._lock:
             if self._draining:
@@ -189,26 +193,6 @@ class Engine:
             self._unfinished += len(sequences)
             self._waiting.extend(sequences)
         return sequences
-
-    def _check(self, request: Request) -> None:
-        most = self.limits.prompt_tokens
-        if len(request.tokens) > most:
-            raise ValueError(
-                f"expected a prompt of at most {most} tokens, got {len(request.tokens)}"
-            )
-        if request.max_new_tokens > self.limits.new_tokens:
-            raise ValueError(
-                f"expected at most {self.limits.new_tokens} new tokens, got "
-                f"{request.max_new_tokens}"
-            )
-        vocab_size = self.model.config.vocab_size
-        tokens = torch.frombuffer(request.tokens, dtype=torch.long)  # fast also for 100,000 tokens
-        lowest, highest = (x.item() for x in torch.aminmax(tokens))
-        if lowest < 0 or highest >= vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"expected tokens from 0 to {vocab_size - 1}, got {wrong}")
-        if request.stop and self.tokenizer is None:
-            raise ValueError("expected a tokenizer for stop strings, got none")
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence at the next step, and frees its row."""
@@ -330,16 +314,20 @@ class Engine:
             sequence.status = Status.READING
             sequence.row = min(self._free)  # low rows keep steps small
             self._free.remove(sequence.row)
-            sequence.keys = self.prefixes.keys(sequence.request.tokens)
+            if not sequence.is_scored:  # else all of the prompt is read
+                sequence.keys = self.prefixes.keys(sequence.request.tokens)
             self._running.append(sequence)
 
     def _queue_draw(self, sequences: list[Sequence]) -> None:
         draws = {}
         for sequence in sequences:
-            request = sequence.request
-            temperature = sequence.temperature
+            request, temperature = sequence.request, sequence.temperature
+            if sequence.drew_all:  # the prompt alone was wanted
+                continue
+            if sequence.drew == 0:
+                self._batch.begin(sequence.row, request)
             uniform = sequence.next_uniform() if temperature > 0 else 0.0
-            draws[sequence.row] = Draw(uniform, temperature, request.top_k, request.top_p)
+            draws[sequence.row] = Draw.of(request, uniform, temperature)
             sequence.drew += 1
         wanted = any(sequence.request.logprobs is not None for sequence in sequences)
         self._under_way.append((sequences, self._batch.draw(draws, wanted)))
@@ -350,16 +338,18 @@ class Engine:
         for sequence in sequences:
             if sequence.finished:  # it finished after this token was requested
                 continue
-            row, wanted = sequence.row, sequence.request.logprobs
-            if not math.isfinite(drawn.largest[row]):
+            row, request = sequence.row, sequence.request
+            scores, draws = sequence.take_scores(), request.max_new_tokens > 0
+            if scores is None or (draws and not drawn.is_finite(row)):
                 deltas.append((sequence, self._fail(sequence)))
                 continue
-            logprob = None
-            if wanted is not None:
-                best = zip(drawn.best_ids[row][:wanted], drawn.best[row][:wanted], strict=True)
-                logprob = TokenLogprob(drawn.tokens[row], drawn.logprobs[row], dict(best))
-            delta = sequence.add(drawn.tokens[row], logprob, self._ends)
-            self.metrics.drew(sequence)
+            delta = Delta(finish_reason="length")
+            if draws:
+                wanted = request.logprobs
+                logprob = None if wanted is None else drawn.logprob(row, wanted)
+                delta = sequence.add(drawn.tokens[row], logprob, self._ends)
+                self.metrics.drew(sequence)
+            delta.prompt_logprobs = scores
             if delta.finish_reason is not None:
                 self._finish(sequence, delta, delta.finish_reason)
             deltas.append((sequence, delta))

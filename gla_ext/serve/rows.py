@@ -40,7 +40,7 @@ class RowCache(Protocol):
 
     def first(self, count: int) -> Any:
         """The past_key_values for a step of rows 0 to count - 1, in which only active rows
-        advance.
+        advance. See `StaticGLACache` for `begin_step`, `count_token` and `flush`.
         """
 
     def activate(self, rows: Sequence[int]) -> None:
@@ -103,4 +103,8 @@ class _FirstRows(StaticGLACache):
             return x[: len(waits)]
 
         self.states = [map_entry(first, entry) for entry in cache.states]
-        self._done, self._slots = waits, slots
+        self._done, self._slots, self._whole = waits, slots, cache
+
+    def flush(self, rows: Tensor | None = None) -> None:
+        """Makes the states of all rows of the cache whole, or of those in an int64 tensor `[N]`."""
+        self._whole.flush(rows)

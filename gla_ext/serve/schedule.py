@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from gla_ext.decode._prompts import CHUNK
 from gla_ext.serve.batch import Batch
 from gla_ext.serve.metrics import Metrics
@@ -63,7 +65,7 @@ class Schedule:
                 pieces = self._take(reading, room)
                 if not pieces:
                     break
-                self._batch.prefill([piece for _, piece in pieces])
+                self._run(pieces)
                 for sequence, piece in pieces:
                     self._pass(sequence, piece)
                     if piece.ends:
@@ -73,10 +75,34 @@ class Schedule:
             reading = self._those(Status.READING)
         return ended
 
+    def _run(self, pieces: list[tuple[Sequence, Piece]]) -> None:
+        """Reads pieces, and scores their tokens if the sequences want it."""
+        packed = [piece for _, piece in pieces]
+        if not pieces[0][0].is_scored:
+            self._batch.prefill(packed)
+            return
+        following, places = array("q"), []
+        for sequence, piece in pieces:
+            start, count = sequence.passed + 1, len(piece.tokens)
+            places.append(range(len(following), len(following) + count))
+            following += sequence.request.tokens[start : start + count]
+            following += array("q", [0] * piece.ends)
+        most = max(sequence.request.prompt_logprobs for sequence, _ in pieces)
+        wait = self._batch.score(packed, following, most)
+        for (sequence, _), place in zip(pieces, places, strict=True):
+            sequence.scores.append((wait, place))
+
     def _take(self, reading: list[Sequence], room: int) -> list[tuple[Sequence, Piece]]:
-        """Pieces to read at once. Their sequences then move behind all others."""
+        """Pieces to read at once, which are all scored or all not. Their sequences then move behind
+        all others.
+        """
         pieces: list[tuple[Sequence, Piece]] = []
+        scored, most = reading[0].is_scored, self._batch.most_scored
+        if scored:  # by itself, a sequence is always cut at the same places
+            room = most if self._alone else min(room, most)
         for sequence in reading:
+            if sequence.is_scored != scored:
+                continue
             start, source = self._prefixes.find(sequence.keys, sequence.passed)
             if start == 0:
                 start, source = sequence.passed, sequence.row if sequence.passed else None
@@ -87,7 +113,7 @@ class Schedule:
                 break
             tokens = sequence.request.tokens
             kept: list[int] = []
-            if self._whole:
+            if self._whole and not scored:
                 kept = self._prefixes.reserve(sequence.keys, start, stop, self._step)
             ends = stop == len(tokens)
             self._begin(sequence, start)
@@ -102,6 +128,8 @@ class Schedule:
     def _stop(self, sequence: Sequence, start: int, room: int) -> int:
         """The end of the next piece of a prompt; equal to its start if there is no room."""
         stop, every = len(sequence.request.tokens), self._prefixes.every
+        if sequence.is_scored:
+            return stop if stop - start <= room else start + room // CHUNK * CHUNK
         if not self._whole:
             stop = min(stop, (start // every + 1) * every)
         if not self._alone and stop - start > room:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 
+from gla_ext.serve.batch import Drawn
 from gla_ext.serve.request import Delta, Request, TokenLogprob
 from gla_ext.serve.text import Detokenizer, StopStrings, Tokenizer
 
@@ -35,6 +36,8 @@ class Sequence:
         passed: tokens of the prompt that its row's state includes.
         cached: how many of these came from the prefix cache.
         drew: number of tokens whose draw was requested.
+        scores: of each piece of a prompt with prompt_logprobs, a function that waits for the
+            tokens of several pieces, and the places of this piece's tokens among them.
         new: number of tokens that it has got, including one that ended it.
         ending: why it will end at the next step: 'cancelled', 'refresh' (its states are of an old
             model), or None.
@@ -47,6 +50,7 @@ class Sequence:
         self.row: int | None = None
         self.keys: list[bytes] = []
         self.passed, self.cached, self.drew, self.new = 0, 0, 0, 0
+        self.scores: list[tuple[Callable[[], Drawn], range]] = []
         self.ending: str | None = None
         self.arrived = time.monotonic()
         self.first = self.last = 0.0
@@ -70,6 +74,11 @@ class Sequence:
         return self.status is Status.FINISHED
 
     @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted."""
+        return self.request.prompt_logprobs is not None
+
+    @property
     def drew_all(self) -> bool:
         """Whether all tokens that it may have were requested."""
         return self.drew >= self.request.max_new_tokens
@@ -85,10 +94,21 @@ class Sequence:
         """Text that was held back because it may be the start of a stop string."""
         return self._stops.flush()
 
+    def take_scores(self) -> list[TokenLogprob] | None:
+        """The log-probabilities of the prompt's tokens, once; None if logits are not finite."""
+        scores, self.scores = self.scores, []
+        found = [(wait(), place) for wait, places in scores for place in places]
+        if not all(drawn.is_finite(place) for drawn, place in found):
+            return None
+        # The last token of the prompt is followed by the first that is drawn.
+        count = self.request.prompt_logprobs
+        return [drawn.logprob(place, count) for drawn, place in found[:-1]]
+
     def add(self, token: int, logprob: TokenLogprob | None, ends: Collection[int]) -> Delta:
         """Adds a token, which may be the last."""
         self.new += 1
-        if token in ends and not self.request.ignore_eos:
+        is_end = token in ends or token in self.request.end_tokens
+        if is_end and not self.request.ignore_eos:
             return Delta(self._stops.flush(), finish_reason="stop")
         delta = Delta(tokens=[token])
         if logprob is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
+
+from gla_ext.model.files import read_json
 
 CONTEXT = 16  # tokens of the prompt that are decoded before the first new one
 LONGEST_OPEN = 16  # tokens that may be held back for the rest of a character
@@ -37,13 +38,15 @@ class Bytes:
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer in a checkpoint's folder, loaded by transformers. Or `Bytes`, if the folder has
-    no tokenizer, or has the tokenizer of bytes that `gla_ext.train` writes.
+    no tokenizer, or has that of bytes that `gla_ext.train` writes and no chat template.
 
     Raises:
         ValueError: if there is none and the model's vocabulary is not the 256 bytes.
     """
-    config = folder / "tokenizer_config.json"
-    if config.exists() and not json.loads(config.read_text("utf-8")).get("gla_ext_bytes"):
+    path = folder / "tokenizer_config.json"
+    config = read_json(path) if path.exists() else {"gla_ext_bytes": True}
+    chats = "chat_template" in config or (folder / "chat_template.jinja").exists()
+    if chats or not config.get("gla_ext_bytes"):
         from transformers import AutoTokenizer
 
         import gla_ext.hf  # noqa: F401  registers the model type 'gla'
@@ -55,6 +58,25 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
             "256 bytes; got no tokenizer_config.json"
         )
     return Bytes()
+
+
+def chat_tokens(tokenizer: Tokenizer | None, messages: list[dict[str, str]]) -> list[int]:
+    """The tokens of a conversation, up to where the model's answer begins.
+
+    Args:
+        tokenizer: one of transformers, with a chat template.
+        messages: each has a role and content.
+
+    Raises:
+        ValueError: if there is no chat template, or the template raises an error.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("expected a tokenizer with a chat template, got one without")
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program of its own
+        raise ValueError(f"expected messages that the chat template takes, got {error}") from error
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 class Detokenizer:

@@ -201,6 +201,10 @@ def _run(
     parallel.from_first(lambda: write_result(whole, corpus, options, speed))
     rate = f", {speed['tokens_per_second']:,} tokens/s" if speed["tokens_per_second"] else ""
     print(f"{time.perf_counter() - start:.0f} s in all{rate}")
+    print("To continue a text with the model, and to talk with it:")
+    for what in (options.prompt, "-i"):
+        command = [sys.executable, "-m", "gla_ext.generate", str(options.out), what]
+        print(f"  {shlex.join(command)}")
 
 
 def _print_start(trainer: Trainer, corpus: Corpus | TokenCorpus, options: Options) -> None:

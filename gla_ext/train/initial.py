@@ -8,6 +8,7 @@ from typing import Any
 
 from gla_ext.model.checkpoint import CONFIG_FILE, read_metadata, read_tensors
 from gla_ext.model.config import GLAConfig
+from gla_ext.model.files import unexpected_values
 from gla_ext.model.tensors import read_model
 from gla_ext.train.data import Corpus
 from gla_ext.train.flags import flag_of
@@ -26,7 +27,8 @@ def _checkpoint_of(folder: Path) -> Path | None:
 def initial_config(folder: Path) -> GLAConfig:
     """The configuration; raises the errors of `gla_ext.model.checkpoint.load_model`."""
     if checkpoint := _checkpoint_of(folder):
-        return GLAConfig.from_dict(read_metadata(checkpoint)["config"])
+        with unexpected_values(checkpoint):
+            return GLAConfig.from_dict(read_metadata(checkpoint)["config"])
     if not folder.is_dir() or not (folder / CONFIG_FILE).exists():
         raise FileNotFoundError(
             f"expected --init-from to be a folder with {CONFIG_FILE} or {CHECKPOINT}, got {folder}"

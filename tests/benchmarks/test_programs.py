@@ -12,7 +12,7 @@ import torch
 from shared import gate
 
 PROGRAMS = ["check_gpu", "bench_fla", "bench_training", "bench_decode", "bench_serve"]
-PROGRAMS += ["bench_scale", "bench_cpu", "bench_builds", "stress_serve", "freeze"]
+PROGRAMS += ["speed_history", "bench_scale", "bench_cpu", "bench_builds", "stress_serve", "freeze"]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -85,6 +85,9 @@ def pools(device: str, packed: bool) -> dict[str, tuple]:
     offsets = torch.arange(0, 19, 3, device=device)
     draft = (*row, *rest, None, packed, offsets) if packed else (*tokens, *rest, 0.3, packed)
     writes = torch.tensor([1, 2, 3, 5, 0, -1], device=device)
+    keys, values = ((7, 4, *t.shape[2:]) for t in tokens[1:3])
+    buffers = [torch.zeros(size, device=device) for size in (keys, values, keys)]
+    places = torch.tensor([0, 1, 2, 3, 4, 9, 2], device=device, dtype=torch.int32)
     ends = (*rest, count, packed, *((offsets, writes) if packed else ()))
     return {
         "chunk_gla_": call,
@@ -102,6 +105,7 @@ def pools(device: str, packed: bool) -> dict[str, tuple]:
             packed,
         ),
         "recurrent_gla_step_.out": (*one, writes, {"out": torch.empty_like(short.tokens["v"])}),
+        "recurrent_gla_buffered_step_": (*tokens[:4], *rest, *buffers, places, None, packed),
         "recurrent_gla_verify": draft,
         "recurrent_gla_verify.out": (*draft, {"out": torch.empty_like(draft[2])}),
         "recurrent_gla_commit_": (*(row if packed else tokens)[1:], *ends),

@@ -64,7 +64,7 @@ def captures(device, monkeypatch):
             return capture(self, model, stepping)
         self.has_graphs = True
         self.keys.add(model)
-        self.graphs[None] = Copied(self, model)
+        self.graphs[self._kind] = Copied(self, model)
 
     monkeypatch.setattr(DecodeLoop, "capture", spy)
     if device == "cpu":

@@ -89,6 +89,22 @@ def test_devices(x):
         call(x, initial_state=x.initial_state.to("meta"))
 
 
+class OnNoGpu(torch.Tensor):
+    """A tensor that says it is on a GPU, and is on none."""
+
+    __torch_dispatch__ = classmethod(lambda *_: NotImplemented)
+
+
+def test_a_build_without_kernels_for_a_gpu():
+    """As a CPU build answers, also where this one is none: by the kernel that other devices have."""
+    gate = torch.Tensor._make_wrapper_subclass(OnNoGpu, (2, 3), device="cuda:0")
+    swiglu = torch.ops.gla_ext.swiglu_fwd.default
+    sentence = "FORCE_CUDA=1 make builds them; see python -m gla_ext.info"
+    here = "swiglu: no kernels for device cuda:0 in this build of gla_ext; "
+    with raises(NotImplementedError, here + sentence):
+        swiglu._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, gate, gate)
+
+
 def test_initial_state(x, packed):
     expected = "chunk_gla: expected initial_state to "
     with raises(TypeError, expected + "be torch.float32, got torch.float64"):

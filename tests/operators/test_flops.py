@@ -10,6 +10,7 @@ from gla_ext import (
     chunk_gla,
     chunk_gla_,
     fused_recurrent_gla,
+    recurrent_gla_buffered_step_,
     recurrent_gla_commit_,
     recurrent_gla_step_,
     recurrent_gla_verify,
@@ -68,6 +69,11 @@ def test_the_recurrence():
     assert flops(recurrent_gla_verify, x.q, x.k, x.v, x.g, **pool) == {
         "recurrent_gla_verify": 2 * product
     }
+    buffers = {f"buffer_{n}": torch.zeros(B, 16, H, D) for n, D in (("k", K), ("v", V), ("g", K))}
+    count = torch.zeros(B, dtype=torch.int32)
+    assert flops(
+        recurrent_gla_buffered_step_, x.q, x.k, x.v, x.g, **pool, **buffers, count=count
+    ) == {"recurrent_gla_buffered_step_": product}
     pool["accepted"] = torch.full((B,), 3)
     assert flops(recurrent_gla_commit_, x.k, x.v, x.g, **pool) == {"recurrent_gla_commit_": product}
 

@@ -82,6 +82,9 @@ SCHEMAS = {
     "recurrent_gla_commit_": "(Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor(a!) state, "
     "Tensor? slots, Tensor accepted, bool state_v_first, Tensor? cu_seqlens=None, "
     "Tensor? write_slots=None) -> ()",
+    "recurrent_gla_buffered_step_": "(Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor(a!) state, "
+    "Tensor? slots, Tensor(b!) buffer_k, Tensor(c!) buffer_v, Tensor(d!) buffer_g, Tensor count, "
+    "float? scale, bool state_v_first) -> Tensor",
     "rms_norm_gate_fwd": "(Tensor x, Tensor? weight, Tensor? gate, str activation, float eps) -> "
     "(Tensor y, Tensor rstd)",
     "rms_norm_gate_bwd": "(Tensor dy, Tensor x, Tensor? weight, Tensor? gate, Tensor rstd, "
@@ -267,7 +270,7 @@ def call(name, arguments):
     return overload(name)(*arguments[: len(arguments) - bool(keywords)], **keywords)
 
 
-POOL = "recurrent_gla_step_", "recurrent_gla_verify", "recurrent_gla_commit_"
+POOL = [f"recurrent_gla_{x}" for x in ("step_", "buffered_step_", "verify", "commit_")]
 SENTENCES = {  # by how a name begins
     **dict.fromkeys(POOL, "decoding on a pool has no gradient, call gla_ext.fused_recurrent_gla, "),
     **dict.fromkeys(decoding("cpu"), "decoding has no gradient, run it under torch.no_grad()"),

@@ -93,6 +93,7 @@ def test_public_names():
             "fused_recurrent_retention",
             "fused_recurrent_simple_gla",
             "plan",
+            "recurrent_gla_buffered_step_",
             "recurrent_gla_commit_",
             "recurrent_gla_step_",
             "recurrent_gla_verify",

@@ -4,6 +4,7 @@ import argparse
 import functools
 import json
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 from models import make_model
 
+from gla_ext import generate
 from gla_ext.model import GLAConfig, GLAForCausalLM
 from gla_ext.serve import command
 
@@ -55,6 +57,12 @@ def fails(capsys, *arguments) -> str:
         (["--shutdown-seconds", -1], "expected a number at least 0, got -1"),
         (["--host", "no such host"], "expected no such host and port 8000 to be free to listen"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (
+            ["--api-key", ""],
+            "argument --api-key: expected a key of ASCII characters without blanks",
+        ),
+        (["--allow-origin", "me.org"], "argument --allow-origin: expected an origin such as http"),
+        (["--log-level", "all"], "argument --log-level: invalid choice: 'all'"),
         (["--device", "gpu"], "argument --device: expected --device to be one of torch's"),
     ],
     ids=lambda x: str(x[0]) if isinstance(x, list) else "",
@@ -100,7 +108,7 @@ def test_folders_that_hold_no_model(folder, tmp_path, capsys):
         ("config.json", "{", "to be JSON, got"),
         ("config.json", json.dumps(whole | {"model_type": "llama"}), "model_type to be 'gla'"),
         ("config.json", json.dumps(whole | {"num_heads": "two"}), "num_heads"),
-        ("config.json", "[1]", "config.json to be a JSON object, got [1]"),
+        ("config.json", "[1]", "config.json to be a JSON object, got list"),
         ("model.safetensors", "none", "to be a whole safetensors file"),
     ):
         shutil.copytree(folder, tmp_path / "odd")
@@ -110,7 +118,9 @@ def test_folders_that_hold_no_model(folder, tmp_path, capsys):
 
 
 def test_a_training_run_that_stopped(tmp_path, capsys):
-    """The sentence has the command that finishes the run; its model is then served."""
+    """The sentence has the command that finishes the run, which ends with two commands of its
+    model.
+    """
     train = pytest.importorskip("gla_ext.train")
     text, out = tmp_path / "text", tmp_path / "out"
     text.write_text("the quick brown fox " * 400)
@@ -126,18 +136,52 @@ def test_a_training_run_that_stopped(tmp_path, capsys):
     finish, end = re.findall(r"'python -m gla_ext\.train (.*?)'", message)
     assert finish == f"--out {out} --resume" and end == f"--out {out} --resume --steps 3"
     assert train.main([*end.split(), "--device", "cpu"]) == 0
-    assert GLAForCausalLM.from_pretrained(out).config.vocab_size == 256
+    text, talk = map(shlex.split, capsys.readouterr().out.splitlines()[-2:])
+    program = [sys.executable, "-m", "gla_ext.generate", str(out)]
+    assert (text, talk) == ([*program, "def "], [*program, "-i"])
+    generate.main([*text[3:], "--device", "cpu", "--max-new-tokens", "4"])
+    assert capsys.readouterr().out.startswith("def ")
 
 
-@pytest.mark.parametrize("options", [[], ["--allow-refresh"]])
-def test_the_option_of_refresh(folder, monkeypatch, options):
+@pytest.fixture
+def served(folder, monkeypatch):
+    """A function that runs the command, and returns the engine and the options it would serve."""
     from gla_ext.serve import http
 
-    served = []
-    monkeypatch.setattr(http, "serve", lambda *args: served.append(args))
-    command.main([str(folder), "--device", "cpu", "--cache-bytes", "0", *options])
-    ((_, _, _, given, *_),) = served
-    assert given.allow_refresh == bool(options)
+    def run(*arguments, folder=folder):
+        found = []
+        monkeypatch.setattr(http, "serve", lambda *args: found.append(args))
+        command.main([str(folder), "--device", "cpu", "--cache-bytes", "0", *arguments])
+        ((engine, _, _, options, *_),) = found
+        return engine, options
+
+    return run
+
+
+def test_options_of_the_server(served):
+    _, plain = served()
+    assert plain == http_options("checkpoint")
+    origins = ("https://a.org", "http://localhost:3000")
+    given = [text for origin in origins for text in ("--allow-origin", origin)]
+    _, options = served("--allow-refresh", "--api-key", "s3cret", "--name", "a", *given)
+    more = {"allow_refresh": True, "api_key": "s3cret", "allow_origins": origins}
+    assert options == http_options("a", **more)
+    assert "s3cret" not in repr(options)
+
+
+def http_options(*args, **kwargs):
+    from gla_ext.serve.http import Options
+
+    return Options(*args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_dtype_is_the_checkpoints(served, tmp_path, dtype):
+    """Unless another is asked for."""
+    make_model(dtype, vocab_size=256, eos_token_id=None).save_pretrained(tmp_path)
+    for options, expected in (([], dtype), (["--dtype", "float32"], torch.float32)):
+        engine, _ = served(*options, folder=tmp_path)
+        assert {x.dtype for x in engine.model.parameters()} == {expected}
 
 
 def test_help_tells_what_each_option_does():
@@ -147,7 +191,10 @@ def test_help_tells_what_each_option_does():
     for action in parser._actions:
         assert len(action.help.split()) >= 3, action.dest
         if action.option_strings and not isinstance(action, argparse._HelpAction):
-            default = {False: "no", None: "its folder's"}.get(action.default, action.default)
+            shown_as = {"name": "its folder's", "dtype": "the checkpoint's", "api_key": "none"}
+            shown_as |= {"allow_origin": "none"}
+            default = "no" if action.default is False else action.default
+            default = shown_as.get(action.dest, default)
             assert action.help.endswith(f" (default: {default})"), action.dest
             assert " ".join(action.help.split()) in shown
 

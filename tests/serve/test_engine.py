@@ -221,7 +221,7 @@ def test_limits():
     [
         (Request, {"tokens": []}, ValueError, "at least one token, got none"),
         (Request, {"tokens": [1.5]}, TypeError, "tokens to be ints"),
-        (Request, {"max_new_tokens": 0}, ValueError, "max_new_tokens to be at least 1, got 0"),
+        (Request, {"max_new_tokens": -1}, ValueError, "max_new_tokens to be at least 0, got -1"),
         (Request, {"max_new_tokens": 1.0}, TypeError, "max_new_tokens to be an int"),
         (Request, {"temperature": float("nan")}, ValueError, "temperature"),
         (Request, {"temperature": -1}, ValueError, "temperature"),
@@ -232,6 +232,7 @@ def test_limits():
         (Request, {"stop": [""]}, ValueError, "1 to 256 characters"),
         (Request, {"stop": ["a"] * 17}, ValueError, "at most 16 stop strings, got 17"),
         (Request, {"logprobs": 21}, ValueError, "logprobs from 0 to 20, got 21"),
+        (Request, {"prompt_logprobs": -1}, ValueError, "prompt_logprobs from 0 to 20, got -1"),
         (Limits, {"cache_bytes": 1.5}, TypeError, "cache_bytes to be an int, got 1.5"),
     ],
 )
@@ -257,7 +258,7 @@ def test_models_that_it_does_not_run():
     with pytest.raises(ValueError, match="Engine: expected a model on a CUDA device with cuda_gr"):
         Engine(make_model(), cuda_graph=True)
     attention = {"layers": [1], "num_heads": 2, "num_kv_heads": 2, "window_size": None}
-    with pytest.raises(NotImplementedError, match="attention layers"):
+    with pytest.raises(NotImplementedError, match="grow; 'vllm serve FOLDER' serves it"):
         Engine(make_model(attn=attention))
 
 

@@ -191,7 +191,7 @@ def test_tokens_that_cannot_come(stream):
 
 def test_tokens_of_one_text_have_one_entry():
     """That of the drawn one, else of the most probable; a client sees no ids."""
-    protocol = pytest.importorskip("gla_ext.serve.http.protocol")
+    choices = pytest.importorskip("gla_ext.serve.http.choices")
 
     class Alike:
         def decode(self, tokens):
@@ -205,7 +205,7 @@ def test_tokens_of_one_text_have_one_entry():
         (4, {}, {"b": -2.0}),
     ):
         delta = Delta("", [token], [TokenLogprob(token, best[token], most)])
-        shown = protocol.Choice(0, Alike(), True).render(delta)["logprobs"]
+        shown = choices.TextChoice(0, choices.Names(Alike()), True).render(delta)["logprobs"]
         assert shown["top_logprobs"] == [expected]
         assert shown["token_logprobs"] == [expected[shown["tokens"][0]]]
 
@@ -213,7 +213,7 @@ def test_tokens_of_one_text_have_one_entry():
 def test_the_pieces_of_a_stream_have_one_time(monkeypatch):
     """Whatever the clock says meanwhile."""
     clock = types.SimpleNamespace(time=itertools.count(5).__next__)
-    monkeypatch.setattr("gla_ext.serve.http.protocol.time", clock)
+    monkeypatch.setattr("gla_ext.serve.http.choices.time", clock)
     engine = Engine(make_model(vocab_size=256, eos_token_id=None), Bytes(), Limits(rows=1))
     with client_of(engine) as client:
         body = {"prompt": "a", "max_tokens": 20, "stream": True, "ignore_eos": True}

@@ -63,7 +63,7 @@ def code(path: str) -> str:
 # kernels, and how many files outside may say its name.
 ROOMS = {
     "chunk_gla": (["csrc/chunk_gla", "csrc/cpu", "csrc/cuda"], ["chunk.py", "pool.py"], 14),
-    "recurrent_gla": (["csrc/recurrent_gla"], ["recurrent.py"], 5),
+    "recurrent_gla": (["csrc/recurrent_gla"], ["recurrent.py", "buffered.py"], 7),
     "short_convolution": (["csrc/short_convolution"], ["short_convolution.py"], 8),
     "rms_norm": (["csrc/rms_norm"], ["rms_norm.py"], 6),
     "swiglu": (["csrc/swiglu"], ["swiglu.py"], 7),

@@ -159,7 +159,7 @@ def test_what_make_runs(make):
         (("wheel", "TORCH=torch>=2.12,<2.13"), " .ci/build_wheel.py 'torch>=2.12,<2.13'\n"),
     ]:
         assert line in make.run("--dry-run", *arguments).stdout
-    minors = re.findall(r"torch==(2\.\d+)\.\d+'", make.run("--dry-run", "wheels").stdout)
+    minors = re.findall(r"torch==(2\.\d+)\.\d+ ", make.run("--dry-run", "wheels").stdout)
     assert minors == ["2.11", "2.12", "2.13", "2.14", "2.15"]
     calls = make("docs")
     assert calls.count(" install ") == calls.count("-r .venv/docs.txt") == 1

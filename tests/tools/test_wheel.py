@@ -17,6 +17,7 @@ from gla_ext import _C
 
 rules = load_module("setup.py")
 wheel = load_module(".ci/build_wheel.py")
+shared = load_module(".ci/shared_objects.py")
 
 
 @pytest.mark.parametrize(
@@ -133,9 +134,9 @@ def test_the_extension_needs_no_other_library():
     assert [n for n in needed if not any(fnmatch.fnmatch(n, p) for p in patterns)] == []
 
 
-def test_unpacking_keeps_compiled_objects_alone(tmp_path):
+def test_unpacking_leaves_nothing_old(tmp_path):
     tree, target = tmp_path / "gla_ext-0.1.0", tmp_path / "source"
-    old = ["csrc/old.cpp", "setup.py", ".build/lib.linux/old.py", ".build/cpython/a.o"]
+    old = ["csrc/old.cpp", "setup.py", ".build/cpython/a.o"]
     for folder, names in ((tree, ["csrc/new.cpp", "setup.py"]), (target, old)):
         for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -143,8 +144,81 @@ def test_unpacking_keeps_compiled_objects_alone(tmp_path):
     archive = shutil.make_archive(str(tmp_path / "sdist"), "gztar", tmp_path, tree.name)
     wheel.unpack(Path(archive), target)
     files = {str(f.relative_to(target)) for f in target.rglob("*") if f.is_file()}
-    assert files == {"csrc/new.cpp", "setup.py", ".build/cpython/a.o"}
+    assert files == {"csrc/new.cpp", "setup.py"}
     assert (target / "setup.py").read_text() == tree.name
+
+
+# Writes its arguments as the object, and the header that `reads` names as what it read.
+COMPILER = """#!/bin/sh
+case "$*" in *--version*) echo 1.0; exit ;; esac
+echo "$1" >> {log}
+while [ $# -gt 1 ]; do
+  case "$1" in -o) echo "$*" > "$2" ;; -MF) echo "x.o: {reads}" > "$2" ;; esac
+  shift
+done
+"""
+
+
+class Compiler:
+    """shared_objects.py before a compiler that only writes down what it was called for."""
+
+    def __init__(self, folder):
+        self.folder, self.log = folder, folder / "log"
+        copy_tree(folder / "source", "csrc/dispatch", "csrc/swiglu", "csrc/module.cpp")
+
+    def __call__(
+        self, source, torch="torch==2.11.0", include="/a/include", reads="op.h", flags=(), built=()
+    ):
+        """Compiles; returns how often the compiler was called for it."""
+        compiler, source = self.folder / "c++", self.folder / "source" / "csrc" / source
+        compiler.write_text(COMPILER.format(log=self.log, reads=reads))
+        compiler.chmod(0o755)
+        self.log.write_text("")
+        target = self.folder / "x.o"
+        target.unlink(missing_ok=True)
+        command = [self.folder / "objects", torch, compiler, "-MF", self.folder / "x.d"]
+        command += [*built, "-fPIC", f"-I{include}", "-c", source, "-o", target, *flags]
+        code = shared.main(*map(str, command))
+        assert target.exists() == (code == 0)
+        return len(self.log.read_text().splitlines()) if code == 0 else None
+
+
+def test_an_object_is_made_once_for_all_wheels_it_fits(tmp_path):
+    compile = Compiler(tmp_path)
+    other = {"torch": "torch==2.12.1", "include": "/b/include"}
+    cuda, cpp = "swiglu/cuda_kernels.cu", "swiglu/op.cpp"
+    assert [compile(cuda), compile(cuda), compile(cuda, **other)] == [1, 0, 0]
+    assert [compile(cpp), compile(cpp, include="/b/include"), compile(cpp, **other)] == [1, 0, 1]
+    assert [compile(cpp, built=["-fwrapv"]), compile(cpp, flags=["-fwrapv"])] == [0, 1]
+    assert [compile("module.cpp"), compile("module.cpp")] == [1, 1]
+    assert [compile(cuda, flags=["-DX"]), compile(cuda, flags=["-DX"])] == [1, 0]
+    (tmp_path / "source/csrc/swiglu/op.cpp").write_text("int x;")
+    assert [compile(cpp), compile(cuda)] == [1, 0]
+    (tmp_path / "source/csrc/swiglu/op.h").write_text("int x;")
+    assert [compile(cpp), compile(cuda)] == [1, 1]
+
+
+def test_an_object_that_fits_one_wheel_alone_is_not_shared(tmp_path, capsys):
+    compile = Compiler(tmp_path)
+    for source, header in (
+        ("swiglu/cuda_kernels.cu", "/x/torch/include/ATen/ATen.h"),
+        ("swiglu/op.cpp", "/x/include/python3.12/Python.h"),
+    ):
+        assert compile(source, reads=header) is None
+        assert f"got an include of {header}" in capsys.readouterr().out
+        assert not (tmp_path / "objects").exists()
+
+
+def test_an_index_of_wheels(tmp_path):
+    names = ["gla_ext-0.3.0+torch2.11.cu130-cp312.whl", "gla_ext-0.3.0+torch2.11.cu130-cp313.whl"]
+    for name in reversed(names):
+        (tmp_path / name).write_text(name)
+    assert [path.name for path in wheel.write_index(tmp_path)] == names
+    assert (
+        subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=tmp_path).returncode == 0
+    )
+    links = re.findall(r'<a href="(\S+)#sha256=\w{64}">', (tmp_path / "index.html").read_text())
+    assert links == [name.replace("+", "%2B") for name in names]
 
 
 def test_a_wheel_with_another_library_is_refused(tmp_path):

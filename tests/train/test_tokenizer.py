@@ -106,7 +106,9 @@ def test_which_token_starts_a_document(trained, tmp_path):
         made(["<s>", "</s>"])
     with pytest.raises(ValueError, match="to have the token '<x>', got none of that name"):
         read_tokenizer(path, "<x>")
-    for text in ("{}", "[]", "x"):
+    merged = {"type": "BPE", "continuing_subword_prefix": "x", "vocab": {"a": 0, "": 1}}
+    panics = json.dumps(content | {"model": merged | {"merges": [["a", ""]]}})
+    for text in ("{}", "[]", "x", panics):
         path.write_text(text)
         with pytest.raises(ValueError, match="to be a tokenizer, got"):
             read_tokenizer(tmp_path, "<s>")

@@ -28,12 +28,13 @@ PathChoice path_choice() {
 }
 
 // `device` must be the current one; the answer is kept.
-bool sm90_built(c10::DeviceIndex device) {
+template <bool (*available)()>
+bool is_built(c10::DeviceIndex device) {
   enum : int8_t { kUnknown, kAbsent, kBuilt };
   static std::array<std::atomic<int8_t>, 64> known{};
   std::atomic<int8_t>& mine = known[static_cast<size_t>(device) % known.size()];
   if (mine.load(std::memory_order_relaxed) == kUnknown)
-    mine.store(sm90::available() ? kBuilt : kAbsent, std::memory_order_relaxed);
+    mine.store(available() ? kBuilt : kAbsent, std::memory_order_relaxed);
   return mine.load(std::memory_order_relaxed) == kBuilt;
 }
 
@@ -50,7 +51,11 @@ bool may_be_aligned(const at::Tensor& t) {
 
 bool takes_sm90(c10::Device device) {
   const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(device.index());
-  return gpu.major == 9 && gpu.minor == 0 && sm90_built(device.index());
+  return gpu.major == 9 && gpu.minor == 0 && is_built<sm90::available>(device.index());
+}
+
+bool takes_dependent_launch(c10::Device device) {
+  return is_built<sm90::dependent_launch_available>(device.index());
 }
 
 PlanInputs plan_inputs(c10::Device device, const ChunkGrid& grid, int64_t H, int64_t K, int64_t V,

@@ -15,4 +15,8 @@ PlanInputs plan_inputs(c10::Device device, const ChunkGrid& grid, int64_t H, int
 // code. `device` must be the current one; the answer is kept.
 bool takes_sm90(c10::Device device);
 
+// Whether kernels may be launched before the one before them is done: this build's code for the GPU
+// is of 9.0 or newer, and so waits for it. As `takes_sm90`.
+bool takes_dependent_launch(c10::Device device);
+
 }  // namespace gla_ext::cuda

@@ -14,6 +14,8 @@ namespace gla_ext::cuda::sm90 {
 
 // Whether this build has the kernels for the current device.
 bool available();
+// Whether kernels wait for the one before it, so that `launch_dependent` may launch them.
+bool dependent_launch_available();
 
 // q k g, and in backward v do -> prepared chunks (q^ k^ A and factors), tiers; in backward also
 // dq_intra dk_intra dg_intra of strong chunks. K above 64.

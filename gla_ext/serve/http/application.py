@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
-import logging
+import hashlib
 import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from gla_ext.decode import ChangedError
 from gla_ext.serve.engine import ClosedError, Deltas, Engine, FullError
 from gla_ext.serve.http import protocol
-from gla_ext.serve.http.protocol import Completion, RefusedError
+from gla_ext.serve.http.access import Entry, Key, Log
+from gla_ext.serve.http.choices import ChatChoice, Echo, Names, TextChoice
+from gla_ext.serve.http.fields import RefusedError, short
+from gla_ext.serve.http.protocol import Completion
 from gla_ext.serve.http.reply import Reply
+from gla_ext.serve.request import Request
 from gla_ext.serve.sequence import Sequence
+from gla_ext.serve.text import chat_tokens
 from gla_ext.serve.worker import Worker
 
-logger = logging.getLogger("gla_ext.serve")
-
+PAGE = Path(__file__).with_name("page.html")
 MOST_REFUSED = 1 << 26  # bytes; a client that is still sending does not see an error reply
+Form = type[TextChoice] | type[ChatChoice]
 LONG_TEXT = 4096  # characters of a text that is encoded in a thread
 
 
@@ -43,6 +52,9 @@ class Options:
         write_seconds: time limit for a client to receive the data that is sent to it.
         allow_refresh: whether to serve `POST /v1/refresh`, by which clients report that the model
             changed.
+        api_key: what requests to /v1 must bring; None lets all in.
+        allow_origins: origins whose pages may ask, '*' for all.
+        page: whether to serve a page at /, to try the model in.
     """
 
     name: str = "gla"
@@ -50,6 +62,9 @@ class Options:
     read_seconds: float = 30.0
     write_seconds: float = 60.0
     allow_refresh: bool = False
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    allow_origins: tuple[str, ...] = ()
+    page: bool = True
 
 
 class Application:
@@ -72,6 +87,7 @@ class Application:
         """The ASGI application."""
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
@@ -79,8 +95,17 @@ class Application:
         ]
         if self.options.allow_refresh:
             routes.append(Route("/v1/refresh", self.refresh, methods=["POST"]))
+        if self.options.page:
+            routes.append(Route("/", self.page))
         handlers = {RefusedError: self._refuse, HTTPException: self._refuse_route}
-        return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=handlers)
+        around = [Middleware(Log)]
+        if origins := self.options.allow_origins:
+            given = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+            around.append(Middleware(CORSMiddleware, allow_origins=origins, **given))
+        if self.options.api_key is not None:
+            around.append(Middleware(Key, key=self.options.api_key))
+        options = {"exception_handlers": handlers, "lifespan": self._lifespan}
+        return Starlette(routes=routes, middleware=around, **options)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -108,8 +133,45 @@ class Application:
         body = await self._read_body(request)
         asked = protocol.read(body, self.options.name)
         prompts = [await self._tokens(prompt) for prompt in asked.prompts]
+        most, count = self.engine.limits.prompt_tokens, sum(map(len, prompts)) * asked.n
+        if asked.is_scored and count > most:
+            message = f"expected at most {most} tokens of all prompts with echo and logprobs, got "
+            raise RefusedError(400, f"{message}{count}")
+        return self._reply(asked, prompts, TextChoice)
+
+    async def chat(self, request: HTTPRequest) -> Response:
+        """POST /v1/chat/completions."""
+        asked, messages = protocol.read_chat(await self._read_body(request), self.options.name)
+        tokenizer = self.engine.tokenizer
         try:
-            sequences = self._worker.submit(*asked.requests(prompts))
+            async with self._encoding:
+                tokens = await asyncio.to_thread(chat_tokens, tokenizer, messages)
+        except ValueError as error:
+            raise RefusedError(400, str(error), None, "messages") from error
+        options = {"max_new_tokens": self.engine.limits.new_tokens} | asked.options
+        end = getattr(tokenizer, "eos_token_id", None)  # a turn's, which the model's need not be
+        options["end_tokens"] = () if end is None else (end,)
+        return self._reply(dataclasses.replace(asked, options=options), [tokens], ChatChoice)
+
+    def _reply(self, asked: Completion, prompts: list[list[int]], form: Form) -> Reply:
+        sequences = self._submit(asked.requests(prompts))
+        inbox: asyncio.Queue = asyncio.Queue()
+        self._inboxes |= dict.fromkeys(sequences, inbox)
+        names, wanted = Names(self.engine.tokenizer), asked.options.get("logprobs") is not None
+        choices = {}
+        for index, sequence in enumerate(sequences):
+            choices[sequence] = form(index, names, wanted)
+            if asked.echo:
+                prompt, request = asked.prompts[index // asked.n], sequence.request
+                echo = Echo(prompt, request.tokens, request.skip_special_tokens)
+                choices[sequence] = form(index, names, wanted, echo)
+        ident = f"{form.ident}-{secrets.token_hex(12)}"
+        args = (ident, self.options.name, asked, choices, inbox, self.options.write_seconds)
+        return Reply(*args, self._leave, self._count)
+
+    def _submit(self, requests: list[Request]) -> list[Sequence]:
+        try:
+            return self._worker.submit(*requests)
         except FullError as error:
             raise RefusedError(429, str(error), "rate_limit_exceeded") from error
         except (ChangedError, ClosedError) as error:
@@ -118,14 +180,6 @@ class Application:
             too_long = "a prompt of at most" in str(error)
             code = "context_length_exceeded" if too_long else None
             raise RefusedError(400, str(error), code) from error
-        return self._reply(asked, sequences)
-
-    def _reply(self, asked: Completion, sequences: list[Sequence]) -> Reply:
-        inbox: asyncio.Queue = asyncio.Queue()
-        self._inboxes |= dict.fromkeys(sequences, inbox)
-        ident, tokenizer = f"cmpl-{secrets.token_hex(12)}", self.engine.tokenizer
-        args = (ident, self.options.name, asked, sequences, tokenizer, inbox)
-        return Reply(*args, self.options.write_seconds, self._leave, self._count)
 
     def _count(self, status: int) -> None:
         self._statuses[status] += 1
@@ -175,6 +229,15 @@ class Application:
             raise RefusedError(409, str(error)) from error
         return JSONResponse({"status": "ok"})
 
+    async def page(self, request: HTTPRequest) -> Response:
+        """GET /."""
+        text = PAGE.read_text(encoding="utf-8")
+        script = text.partition("<script>")[2].partition("</script>")[0]
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        policy += "connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'"
+        return HTMLResponse(text, headers={"Content-Security-Policy": policy})
+
     async def models(self, request: HTTPRequest) -> Response:
         """GET /v1/models."""
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -183,7 +246,7 @@ class Application:
         """GET /v1/models/NAME."""
         name = request.path_params["name"]
         if name != self.options.name:
-            message = f"expected {self.options.name!r}, got {protocol.short(name)}"
+            message = f"expected {self.options.name!r}, got {short(name)}"
             raise RefusedError(404, message, "model_not_found")
         return JSONResponse(self._model())
 
@@ -221,10 +284,14 @@ class Application:
 
     async def _refuse(self, request: HTTPRequest, error: RefusedError) -> Response:
         self._count(error.status)
+        Entry.of(request.scope).note = ascii(str(error))
         headers = {"Retry-After": "1"} if error.status in (429, 503) else None
         return JSONResponse(error.body(), error.status, headers)
 
     async def _refuse_route(self, request: HTTPRequest, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        refused = RefusedError(error.status_code, message[:200])
+        message = f"{request.method} {request.url.path}: {error.detail}"[:200]
+        if error.status_code == 404:
+            paths = (route.path.replace("{name:path}", "NAME") for route in request.app.routes)
+            message = f"expected a path among {', '.join(paths)}, got {short(request.url.path)}"
+        refused = RefusedError(error.status_code, message)
         return JSONResponse(refused.body(), error.status_code, error.headers)

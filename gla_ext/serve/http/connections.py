@@ -1,4 +1,6 @@
-"""Closes connections whose request head does not arrive; uvicorn alone would wait forever."""
+"""Closes connections whose request head does not arrive, or whose body is broken. Alone, uvicorn
+would wait for such a head forever, and reply to such a body twice.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,17 @@ def protocol(seconds: float) -> type[H11Protocol]:
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             self._time_head()
+
+        def send_400_response(self, msg: str) -> None:
+            cycle = self.cycle
+            if cycle is not None and not cycle.response_complete:
+                # The request's body is broken: no reply of the application may follow this one.
+                cycle.disconnected = True
+                cycle.message_event.set()
+                if cycle.response_started:
+                    self.transport.close()
+                    return
+            super().send_400_response(msg)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop()

@@ -14,6 +14,8 @@ from gla_ext.serve.engine import Engine
 from gla_ext.serve.http.application import Application, Options
 from gla_ext.serve.http.connections import protocol
 
+logger = logging.getLogger("gla_ext.serve")
+
 BACKLOG = 2048  # connections that may wait to be accepted
 MOST_HEAD = 1 << 16  # most bytes of a request's head
 
@@ -53,6 +55,7 @@ def serve(
     app = Application(engine, options, stop).starlette()
     config = uvicorn.Config(
         app,
+        log_config=None,
         log_level=logging.WARNING,
         lifespan="on",
         backlog=BACKLOG,
@@ -62,7 +65,7 @@ def serve(
         timeout_keep_alive=30,
         timeout_graceful_shutdown=shutdown_seconds,
     )
-    server = uvicorn.Server(config)
+    server = _Server(config, engine)
     listening = _listening(host, port, options.write_seconds)
     # uvicorn raises KeyboardInterrupt after it has finished; before, it interrupts the warm-up.
     with listening as listener, contextlib.suppress(KeyboardInterrupt):
@@ -74,6 +77,21 @@ def serve(
             server.run(sockets=[listener])
     if failed:
         raise RuntimeError("the engine has failed")
+
+
+class _Server(uvicorn.Server):
+    """Logs when it begins to shut down, and when it has."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self._engine = engine
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        counts = (self._engine.running, self._engine.waiting)
+        seconds = self.config.timeout_graceful_shutdown
+        logger.info("shutting down: %d sequences run, %d wait, within %d s", *counts, seconds)
+        await super().shutdown(sockets)
+        logger.info("shut down")
 
 
 @contextlib.contextmanager

@@ -48,7 +48,8 @@ tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
 ```
 
-`python -m gla_ext.serve {name}` serves it.
+`python -m gla_ext.generate {name} TEXT` continues a text, `python -m gla_ext.serve {name}` serves
+the model.
 """
 
 

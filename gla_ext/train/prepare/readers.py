@@ -188,7 +188,12 @@ class Reader:
 
     def _dataset(self, source: Source) -> Iterator[Piece]:
         arrow, first = needed("pyarrow", source.path), 0
-        dataset = needed("datasets", source.path).load_from_disk(source.path)
+        try:
+            dataset = needed("datasets", source.path).load_from_disk(source.path)
+        except (ImportError, OSError):
+            raise
+        except Exception as error:  # datasets raises nothing narrower
+            raise ValueError(f"expected {source.path} to be a dataset, got {error!r}") from error
         self._check_column(source, dataset.column_names)
         for cached in dataset.cache_files:
             with open(cached["filename"], "rb") as file:

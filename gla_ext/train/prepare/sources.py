@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+
+from gla_ext.model.files import read_json, unexpected_values
 
 JSON_LINES, PARQUET, DATASET, TEXT = "json lines", "parquet", "dataset", "text"
 _LINES = (".jsonl", ".ndjson", ".json")
@@ -71,11 +72,13 @@ def sources(paths: list[str]) -> Iterator[Source]:
         if not os.path.isdir(path):
             yield _file(path, named=True)
         elif (Path(path) / "dataset_dict.json").exists():
-            splits = json.loads((Path(path) / "dataset_dict.json").read_text())["splits"]
-            raise ValueError(
-                f"expected one dataset in {path}, got several splits; name one: "
-                + " or ".join(str(Path(path, split)) for split in splits)
-            )
+            told = Path(path) / "dataset_dict.json"
+            with unexpected_values(told):
+                names = (os.path.join(path, split) for split in read_json(told)["splits"])
+                raise ValueError(
+                    f"expected one dataset in {path}, got several splits; name one: "
+                    + " or ".join(names)
+                )
         else:
             yield from _folder(path, named=True)
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gla_ext.model.files import write_text
+from gla_ext.model.files import read_json, unexpected_values, write_text
 from gla_ext.train.prepare.sources import Place
 from gla_ext.train.tokens.folder import FORMAT, MANIFEST, PARTS, PROGRESS
 from gla_ext.train.tokens.tokenizer import Tokenizer
@@ -103,8 +103,14 @@ class Part:
         self._files = {}
         self.tokens, self.documents, self.bytes = tokens, documents, bytes
         _cut(self.folder / f"{self.name}.idx", documents * 8)
+        count = len(list(self.folder.glob(f"{self.name}-*.bin")))
+        if tokens > count * self.shard_tokens:
+            raise ValueError(
+                f"expected {self.folder} to have {tokens:,} tokens in {self.name}, as {PROGRESS} "
+                f"says, got {count} shards; another --out begins anew"
+            )
         sizes = self._sizes()
-        for number in range(len(list(self.folder.glob(f"{self.name}-*.bin"))) + 1):
+        for number in range(count + 1):
             size = sizes[number] if number < len(sizes) else 0
             _cut(self._shard(number), size * array(self.type).itemsize)
 
@@ -153,22 +159,24 @@ class Writer:
                 )
             self._save()
             return
-        state = json.loads(path.read_text(encoding="utf-8"))
-        for flag, value in settings.items():
-            if state["settings"][flag] != value:
-                raise ValueError(
-                    f"expected {flag} to be as when {folder} was begun, got another; the same "
-                    "command goes on with it, another --out begins anew"
-                )
-        if not self.is_whole:
-            self.place, self._numbers = Place(**state["place"]), state["parts"]
+        state = read_json(path)
+        with unexpected_values(path):
+            for flag, value in settings.items():
+                if state["settings"][flag] != value:
+                    raise ValueError(
+                        f"expected {flag} to be as when {folder} was begun, got another; the same "
+                        "command goes on with it, another --out begins anew"
+                    )
+            if not self.is_whole:
+                self.place, self._numbers = Place(**state["place"]), state["parts"]
 
     def begin(self, dtype: str, shard_bytes: int) -> None:
         """Opens the parts where the last commit left them."""
         size = array(TYPES[dtype]).itemsize
         for name in PARTS:
             self.parts[name] = Part(self.folder, name, TYPES[dtype], shard_bytes // size)
-        self.back()
+        with unexpected_values(self.folder / PROGRESS):
+            self.back()
 
     def commit(self, place: Place) -> None:
         """From here on a stop loses nothing up to the place."""

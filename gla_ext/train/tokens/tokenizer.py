@@ -103,7 +103,9 @@ def read_tokenizer(path: str | Path, start: str | None = None) -> Tokenizer:
         number = made.document_start
     except OSError:
         raise
-    except Exception as error:  # tokenizers raises nothing narrower
+    except BaseException as error:  # tokenizers raises nothing narrower, and Rust's panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ValueError(f"expected {path} to be a tokenizer, got {error}") from error
     if number is None:
         raise ValueError(f"expected {path} to have the token {start!r}, got none of that name")

@@ -1,0 +1,380 @@
+"""Steps on a pool with buffers of the newest tokens, against the recurrence in fp64."""
+
+import re
+
+import pytest
+import torch
+from common import DTYPES, assert_close
+from recurrence import SLOTS, VERIFIED, make_recurrence
+
+from gla_ext import (
+    fused_recurrent_gla,
+    recurrent_gla_buffered_step_,
+    recurrent_gla_commit_,
+    recurrent_gla_step_,
+)
+from gla_ext.selftest import TOLERANCE
+
+L = 16
+COUNTS = (0, 9, 2, 3, 11, 1, 16)
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+by_layout = pytest.mark.parametrize("state_v_first", [False, True])
+SHORT = {torch.bfloat16: 2**-9, torch.float16: 2**-12}  # relative RMS error of rounding
+by_state_dtype = pytest.mark.parametrize("state_dtype", SHORT, ids=str)
+BOUNDS = VERIFIED | {t: TOLERANCE[t] for t in SHORT}
+SIZES = [(1, 1), (7, 33), (64, 64), (128, 256), (130, 70), (256, 96), (300, 40), (512, 64)]
+
+
+class Buffered:
+    """A pool of 7 slots with `COUNTS` tokens in buffers of 16, and a batch of 6 rows with `SLOTS`
+    in it, T tokens of each. Places of a buffer without a token are NaN.
+    """
+
+    def __init__(
+        self, device, T, dtype=torch.float32, state_v_first=False, state_dtype=None,
+        sizes=(4, 20, 28), HK=4, counts=COUNTS, **more,
+    ):  # fmt: skip
+        x = make_recurrence(7, L + T, *sizes, dtype=dtype, gating="gk", device=device, **more)
+        x = (x.v_first() if state_v_first else x).sharing(HK)
+        self.counts = [min(max(n, 0), L) for n in counts]
+        state = x.initial_state.to(state_dtype or x.initial_state.dtype)
+        self.pools = {"state": state.clone(memory_format=torch.contiguous_format)}
+        for name, t in (("buffer_k", x.k), ("buffer_v", x.v), ("buffer_g", x.gk)):
+            self.pools[name] = t[:, :L].clone(memory_format=torch.contiguous_format)
+            for slot, n in enumerate(self.counts):
+                self.pools[name][slot, n:] = torch.nan
+        self.tokens = {n: getattr(x, n)[:6, L:] for n in ("q", "k", "v", "gk")}
+        slots, count = torch.tensor(SLOTS, device=device), torch.tensor(counts, dtype=torch.int32)
+        self.rows = {"slots": slots, "count": count.to(device)}
+        self.state_v_first = state_v_first
+        self.before = {n: t.clone() for n, t in self.pools.items()}
+
+    def step(self, **changes):
+        arguments = self.tokens | self.pools | self.rows | {"state_v_first": self.state_v_first}
+        return recurrent_gla_buffered_step_(**(arguments | changes))
+
+    def run(self, q, k, v, gk, state):
+        """o and the state after these tokens, in fp64."""
+        o, after = fused_recurrent_gla(
+            *(t.double().cpu()[None] for t in (q, k, v, gk)),
+            initial_state=state.double().cpu()[None],
+            output_final_state=True,
+            state_v_first=self.state_v_first,
+        )
+        return o[0], after[0]
+
+    def check(self):
+        """o of a step is the truth, within rounding, and so is all that is written."""
+        count, o = self.rows["count"].clone(), self.step()
+        T, dtype = o.shape[1], o.dtype
+        state_dtype = self.pools["state"].dtype
+        expected = {n: t.clone() for n, t in self.before.items()}
+        for row, slot in enumerate(SLOTS):
+            if not 0 <= slot < 7:
+                assert not o[row].any()
+                continue
+            n = self.counts[slot]
+            q, k, v, gk = (t[row] for t in self.tokens.values())
+            old = [self.before[f"buffer_{x}"][slot, :n] for x in "kvg"]
+            state = self.before["state"][slot]
+            if n + T > L:
+                _, state = self.run(q[:1].expand(n, -1, -1), *old, state)
+                expected["state"][slot] = folded = self.pools["state"][slot]
+                assert_close(folded.cpu(), state, SHORT.get(state_dtype, BOUNDS[torch.float32]))
+                state, n, old = folded, 0, [t[:0] for t in old]
+            new = [torch.cat(pair) for pair in zip(old, (k, v, gk), strict=True)]
+            truth, _ = self.run(torch.cat([q[:1].expand(n, -1, -1), q]), *new, state)
+            bound = BOUNDS[dtype] * (1 + 3 / o[row].numel() ** 0.5)
+            assert_close(o[row].cpu(), truth[n:], bound)
+            for name, t in zip("kvg", (k, v, gk), strict=True):
+                expected[f"buffer_{name}"][slot, n : n + T] = t
+        for name, t in expected.items():
+            assert torch.equal(self.pools[name].nan_to_num(), t.nan_to_num()), name
+        assert torch.equal(count, self.rows["count"])
+        return o
+
+
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@by_dtype
+@by_layout
+@pytest.mark.parametrize("T", [1, 2, 4, 5, 11, 16])
+def test_a_step(device, T, state_v_first, dtype):
+    Buffered(device, T, dtype, state_v_first).check()
+
+
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@by_dtype
+@by_layout
+@by_state_dtype
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("sizes", [(4, 20, 28), (2, 64, 40), (2, 128, 64)], ids=str)
+def test_states_in_16_bits(device, sizes, T, state_dtype, state_v_first, dtype):
+    if dtype != torch.float64:
+        HK = sizes[0]
+        Buffered(device, T, dtype, state_v_first, state_dtype, sizes, HK).check()
+
+
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@by_layout
+@pytest.mark.parametrize("T", [1, 4])
+def test_head_sizes(device, T, state_v_first, sizes):
+    Buffered(device, T, torch.bfloat16, state_v_first, sizes=(1, *sizes), HK=1).check()
+
+
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize("sizes", [(512, 1024), (1000, 1016), (1024, 40)], ids=str)
+@by_layout
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("T", [1, 4])
+def test_large_heads(device, T, state_dtype, state_v_first, sizes):
+    Buffered(device, T, torch.float32, state_v_first, state_dtype, (1, *sizes), 1).check()
+
+
+@by_dtype
+@by_layout
+@pytest.mark.parametrize("HK", [1, 2])
+@pytest.mark.parametrize("T", [1, 3])
+def test_shared_heads(device, T, HK, state_v_first, dtype):
+    Buffered(device, T, dtype, state_v_first, HK=HK).check()
+
+
+@by_dtype
+@by_layout
+@pytest.mark.parametrize("gate", [0.05, 10.0, 200.0, "reset"])
+@pytest.mark.parametrize("T", [1, 5])
+def test_gates(device, T, gate, state_v_first, dtype):
+    Buffered(device, T, dtype, state_v_first, gate=gate).check()
+
+
+@by_layout
+@pytest.mark.parametrize("T", [1, 4])
+@pytest.mark.parametrize("count", [13, 10])  # the first of them folds drafts
+def test_a_reset_at_any_place(device, count, T, state_v_first):
+    """What is before it, however large, leaves no trace."""
+    for place in range(count + T):
+        both = []
+        for size in (1e30, 0):
+            x = Buffered(device, T, state_v_first=state_v_first, counts=[count] * 7)
+            for name in ("state", "buffer_k", "buffer_v", "buffer_g"):
+                x.before[name].nan_to_num_()
+            x.pools["state"] *= size
+            x.pools["buffer_k"][:, : min(place, count)] *= size
+            if place < count:
+                x.pools["buffer_g"][:, place] = -torch.inf
+            else:
+                x.tokens["k"][:, : place - count] *= size
+                x.tokens["gk"][:, place - count] = -torch.inf
+            x.before = {n: t.clone() for n, t in x.pools.items()}
+            both.append(x.step()[:, max(place - count, 0) :])
+        assert torch.equal(*both) and both[0].isfinite().all(), place
+
+
+@pytest.mark.parametrize("gating", ["a head's", "a head's, with a last dimension", "none"])
+def test_other_gates(device, gating):
+    x, y = Buffered(device, 3), Buffered(device, 3)
+    if gating == "none":
+        x.tokens["gk"], y.tokens["gk"] = None, torch.zeros_like(y.tokens["gk"])
+    else:
+        gate = x.tokens["gk"][..., :1]
+        x.tokens["gk"] = gate if "last" in gating else gate[..., 0]
+        y.tokens["gk"] = gate.expand(-1, -1, -1, 20)
+    assert torch.equal(x.step(), y.step())
+    for name, t in x.pools.items():
+        assert torch.equal(t.nan_to_num(), y.pools[name].nan_to_num()), name
+
+
+@by_layout
+@pytest.mark.parametrize("layout", ["a layer of many", "misaligned"])
+def test_pools_that_are_views(device, layout, state_v_first):
+    x = Buffered(device, 1, torch.bfloat16, state_v_first, torch.bfloat16, (2, 64, 40), 2)
+    whole = {}
+    for name, t in x.before.items():
+        if layout == "a layer of many":
+            whole[name] = t.new_full((7, 3, *t.shape[1:]), torch.nan)
+            x.pools[name] = whole[name][:, 1]
+        else:
+            whole[name] = t.new_full((t.numel() + 1,), torch.nan)
+            x.pools[name] = whole[name][1:].view(t.shape)
+        x.pools[name].copy_(t)
+    x.check()
+    for name, t in whole.items():
+        assert t.isnan().sum() == t.numel() - (~x.pools[name].isnan()).sum(), name
+
+
+@by_layout
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "misaligned", "expanded"])
+def test_strides(device, layout, state_v_first):
+    Buffered(device, 3, state_v_first=state_v_first, layout=layout).check()
+
+
+def test_count_is_clamped(device):
+    Buffered(device, 2, counts=(-5, 1, 99, 2**31 - 1, 99, 16, 2**30)).check()
+    x = Buffered(device, 2)
+    x.rows["count"] = torch.full((7,), 2**62, device=device)
+    x.counts = [L] * 7
+    for name in ("buffer_k", "buffer_v", "buffer_g"):
+        x.pools[name].nan_to_num_()
+    x.before = {n: t.clone() for n, t in x.pools.items()}
+    x.check()
+
+
+def test_without_slots_every_row_has_its_own(device):
+    x, y = Buffered(device, 2), Buffered(device, 2)
+    arguments = {n: t[:6] for n, t in x.pools.items()} | {"count": x.rows["count"][:6]}
+    o = x.step(**arguments, slots=None)
+    y.rows["slots"] = torch.arange(6, device=device)
+    assert torch.equal(o, y.step())
+
+
+@by_layout
+@pytest.mark.parametrize("T", [1, 4])
+def test_bits_do_not_depend_on_the_batch(device, T, state_v_first):
+    x = Buffered(device, T, torch.bfloat16, state_v_first, sizes=(4, 128, 64))
+    o = x.step()
+    after = x.pools
+    for row, slot in enumerate(SLOTS):
+        if not 0 <= slot < 7:
+            continue
+        x.pools = {n: t[slot : slot + 1].clone() for n, t in x.before.items()}
+        alone = {n: t[row : row + 1] for n, t in x.tokens.items()}
+        count = x.rows["count"][slot : slot + 1]
+        assert torch.equal(x.step(**alone, slots=None, count=count), o[row : row + 1])
+        for name, t in x.pools.items():
+            assert torch.equal(t[0].nan_to_num(), after[name][slot].nan_to_num()), name
+
+
+def counted(count, T, accepted):
+    """count after a step of which `accepted` tokens are kept."""
+    return torch.where(count + T > L, 0, count) + accepted
+
+
+@by_dtype
+@by_layout
+def test_drafts_and_what_is_left(device, state_v_first, dtype):
+    """Drafts that are taken back leave no trace, and the buffers hold all that is not folded."""
+    x = Buffered(device, 1, dtype, state_v_first, counts=[0] * 7)
+    y = make_recurrence(6, 60, 4, 20, 28, dtype=dtype, gating="gk", device=device, seed=3)
+    plain, done, outputs = x.before["state"].clone(), 0, []
+    stream = {n: getattr(y, n) for n in ("q", "k", "v", "gk")}
+    rows = {"slots": x.rows["slots"], "state_v_first": state_v_first}
+    count, used = x.rows["count"], [0, 4, 6]
+    for drafted, accepted in ((1, 1), (4, 2), (5, 5), (3, 0), (16, 7), (1, 1), (1, 1)) * 2:
+        tokens = {n: t[:, done : done + drafted] for n, t in stream.items()}
+        outputs.append(x.step(**tokens)[:, :accepted])
+        count[used] = counted(count[used], drafted, accepted)
+        done += accepted
+    stream = {n: t[:, :done] for n, t in stream.items()}
+    expected = recurrent_gla_step_(**stream, state=plain, **rows)
+    assert_close(torch.cat(outputs, 1), expected, BOUNDS[dtype])
+    left = [x.pools[f"buffer_{n}"] for n in "kvg"]
+    state = x.pools["state"]
+    recurrent_gla_commit_(*left, state=state, accepted=count, state_v_first=state_v_first)
+    assert_close(state, plain, VERIFIED[dtype if dtype == torch.float64 else torch.float32])
+
+
+def test_fewer_roundings_of_short_states(device):
+    """With gates near 0 a bf16 state loses small sums; it is rounded for 16 tokens at once."""
+    y = make_recurrence(1, 1024, 1, 16, 16, gate=1e-4, gating="gk", device=device)
+    x = Buffered(device, 1, sizes=(1, 16, 16), HK=1, counts=[0] * 7)
+    state = torch.zeros(1, 1, 16, 16, device=device, dtype=torch.bfloat16)
+    short, exact, count = state.clone(), state.double().cpu(), x.rows["count"][:1]
+    buffers = {n: t[:1] for n, t in x.pools.items() if n != "state"}
+    for t in range(1024):
+        q, k, v, gk = (getattr(y, n)[:, t : t + 1] for n in ("q", "k", "v", "gk"))
+        o = x.step(q=q, k=k, v=v, gk=gk, **buffers, state=state, count=count, slots=None)
+        count.copy_(counted(count, 1, 1))
+        rounded = recurrent_gla_step_(q, k, v, gk, state=short)
+        truth = recurrent_gla_step_(*(z.double().cpu() for z in (q, k, v, gk)), state=exact)
+    errors = [(z.cpu() - truth).norm() / truth.norm() for z in (o, rounded)]
+    assert errors[0] < 0.4 * errors[1], errors
+
+
+@pytest.mark.cuda
+@by_layout
+@pytest.mark.parametrize("T", [1, 3])
+def test_a_graph_replays_across_folds(T, state_v_first):
+    x = Buffered("cuda", T, torch.bfloat16, state_v_first, sizes=(4, 128, 64))
+    x.step()
+    graph, count = torch.cuda.CUDAGraph(), x.rows["count"]
+    with torch.cuda.graph(graph):
+        o = x.step()
+    for t, start in x.pools.items():
+        start.copy_(x.before[t].nan_to_num_())
+    for _ in range(3 * L):
+        before = {n: t.clone() for n, t in x.pools.items()}
+        graph.replay()
+        after = {n: t.clone() for n, t in x.pools.items()}
+        again = x.step(**before)
+        assert torch.equal(again, o)
+        assert all(torch.equal(before[n], t) for n, t in after.items())
+        count.copy_(counted(count, T, T))
+
+
+# Errors.
+
+
+def raises(error, message):
+    match = "^" + re.escape("recurrent_gla_buffered_step_: expected " + message) + "$"
+    return pytest.raises(error, match=match)
+
+
+def test_shapes():
+    x = Buffered("cpu", 3)
+    with raises(ValueError, "state to have shape [P, H, V, K] = [7, 4, 28, 20], got "
+                "[7, 4, 20, 28]"):  # fmt: skip
+        x.step(state_v_first=True)
+    for name, size, last in (("buffer_k", 20, "K"), ("buffer_g", 20, "K"), ("buffer_v", 28, "V")):
+        t = x.pools[name]
+        with raises(ValueError, f"{name} to have shape [P, L, HK, {last}] = [7, 16, 4, {size}], "
+                    f"got [6, 16, 4, {size}]"):  # fmt: skip
+            x.step(**{name: t[:6]})
+    with raises(ValueError, "count to have shape [P] = [7], got [6]"):
+        x.step(count=x.rows["count"][:6])
+    few = {n: t[:, :2] for n, t in x.pools.items() if n != "state"}
+    with raises(ValueError, "T to be from 1 to L = 2, the tokens of a buffer, got 3"):
+        x.step(**few)
+    with raises(ValueError, "T to be from 1 to L = 16, the tokens of a buffer, got 0"):
+        x.step(**{n: t[:, :0] for n, t in x.tokens.items()})
+
+
+def test_dtypes():
+    x = Buffered("cpu", 1)
+    for name in ("buffer_k", "buffer_v"):
+        with raises(TypeError, f"{name} to be torch.float32 like q, got torch.bfloat16"):
+            x.step(**{name: x.pools[name].bfloat16()})
+    with raises(TypeError, "buffer_g to be torch.float32 like gk, got torch.bfloat16"):
+        x.step(buffer_g=x.pools["buffer_g"].bfloat16())
+    with raises(TypeError, "buffer_g to be torch.bfloat16, torch.float16 or torch.float32, got "
+                "torch.float64"):  # fmt: skip
+        x.step(buffer_g=x.pools["buffer_g"].double(), gk=None)
+    with raises(TypeError, "count to be torch.int32 or torch.int64, got torch.float32"):
+        x.step(count=x.rows["count"].float())
+    with pytest.raises(TypeError, match="expected scale to be a number, got a tensor; multiply q"):
+        x.step(scale=torch.tensor(0.5))
+
+
+def test_strides_of_pools():
+    x = Buffered("cpu", 1)
+    for name, t in x.pools.items():
+        what = f"the last two dimensions of {name} to be contiguous, got strides "
+        wide = torch.cat([t, t], -1)[..., : t.shape[-1]]
+        with raises(ValueError, what + str(list(wide.stride()))):
+            x.step(**{name: wide})
+        with raises(ValueError, f"the matrices of {name} to lie apart, got sizes {list(t.shape)} "
+                    f"with strides {[0, *t.stride()[1:]]}"):  # fmt: skip
+            x.step(**{name: t[:1].expand(t.shape)})
+
+
+def test_devices():
+    x = Buffered("cpu", 1)
+    for name in ("buffer_k", "buffer_v", "buffer_g", "count"):
+        with raises(ValueError, f"{name} on the device of q, cpu, got meta"):
+            x.step(**{name: (x.pools | x.rows)[name].to("meta")})
+
+
+def test_autocast():
+    x = Buffered("cpu", 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        short = {n: x.pools[n].bfloat16() for n in ("buffer_k", "buffer_v")}
+        assert x.step(**short).dtype == torch.bfloat16
