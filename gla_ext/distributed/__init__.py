@@ -1,4 +1,4 @@
-"""GLA on several processes: context parallelism, tensor parallelism, sharded tensors.
+"""GLA on several processes: shards, context parallelism, tensor parallelism, DTensors.
 
 All of it uses torch.distributed. `import gla_ext` does not load this package.
 """
