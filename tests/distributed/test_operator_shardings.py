@@ -238,6 +238,9 @@ def make_functions():
             attend(ops.fused_recurrent_lightning_attn, 1, 2), *heads
         ),
         "fused_recurrent_linear_attn": (attend(ops.fused_recurrent_linear_attn), *heads),
+        "chunk_gla_step": (
+            lambda q, k, v, state, g: ops.chunk_gla_step(q[:, 5:], k, v, g, None, state)[0], *gated
+        ),
         "chunk_linear_attn": (
             normalised, (*heads[0], normal(2, 1, 4, 8)), (*heads[1], 2)
         ),
