@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kThreads > 256 ? 1
     load_fold_keys<Tile, kK>(p, b, row, s);
     Part::wait();
     __syncthreads();  // v and the keys are written
-    Part::fold(p, matrix, first_value, s);
+    Part::fold(p, matrix, first_value, p.v.dtype != DType::kFloat, s);
     __syncthreads();  // v and the keys have been read
     load_values<Tile, kAccess>(p, b, row, first_value, 0, T, s);
   }
