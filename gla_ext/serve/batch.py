@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from gla_ext.decode._loop import check_place, place_of
 from gla_ext.decode._prompts import CHUNK
 from gla_ext.decode.language_model import LanguageModel
 from gla_ext.layers.gated_linear_attention import GatedLinearAttention
-from gla_ext.serve.choice import Adjustments, Draw, choose, log_probabilities
+from gla_ext.serve.choice import IDLE, Adjustments, Draw, choose, log_probabilities
 from gla_ext.serve.prompts import Packed, Piece, PromptGraphs, Size, lay_out
 from gla_ext.serve.request import Request, TokenLogprob
 from gla_ext.serve.rows import RowCache, StateRows
@@ -197,14 +198,14 @@ class Batch:
 
     @torch.no_grad()
     def score(
-        self, pieces: Sequence[Piece], following: Sequence[int], count: int
+        self, pieces: Sequence[Piece], following: array[int], count: int
     ) -> Callable[[], Drawn]:
         """Like `prefill`, without a graph, and with the log-probabilities of the tokens that follow
         the pieces' tokens.
 
         Args:
             pieces: of at most `most_scored` tokens together.
-            following: the T tokens that follow, in the order of the packed ones.
+            following: the T tokens that follow, int64, in the order of the packed ones.
             count: number of most probable tokens.
 
         Returns:
@@ -214,7 +215,8 @@ class Batch:
         packed = self._pack(pieces)
         logits = self._logits_of(packed, len(pieces) == 1, 0)
         self._logits.index_copy_(0, packed.rows, logits[packed.offsets[1:] - 1])
-        tokens = torch.tensor(following).to(logits.device, non_blocking=True)
+        tokens = torch.frombuffer(following, dtype=torch.long)
+        tokens = tokens.to(logits.device, non_blocking=True)
         return _fetch([tokens, logits.amax(-1), *log_probabilities(logits, tokens, count)])
 
     def _pack(self, pieces: Sequence[Piece]) -> Packed:
@@ -243,8 +245,13 @@ class Batch:
         self._adjustments.begin(row, request)
 
     @torch.no_grad()
-    def draw(self, draws: dict[int, Draw], with_logprobs: bool) -> Callable[[], Drawn]:
+    def draw(
+        self, draws: dict[int, Draw], uniforms: dict[int, float], with_logprobs: bool
+    ) -> Callable[[], Drawn]:
         """Draws the next token of the given rows from the stored logits.
+
+        Args:
+            uniforms: for rows with a temperature above 0, the random number of this draw.
 
         Returns:
             A function that waits for the tokens and returns them on the host.
@@ -257,10 +264,13 @@ class Batch:
         if all(draw.temperature == 0 for draw in draws.values()):
             largest, chosen = adjusted.max(-1)
         else:
-            every = [draws.get(row, Draw()) for row in range(size)]
-            names = ("uniform", "temperature", "top_p", "min_p")
-            options = torch.tensor([[getattr(draw, name) for draw in every] for name in names])
-            uniform, temperature, top_p, min_p = options.to(tokens.device, non_blocking=True)
+            every = [draws.get(row, IDLE) for row in range(size)]
+            options = [[uniforms.get(row, 0.0) for row in range(size)]]
+            options.append([draw.temperature for draw in every])
+            options.append([draw.top_p for draw in every])
+            options.append([draw.min_p for draw in every])
+            options = torch.tensor(options).to(tokens.device, non_blocking=True)
+            uniform, temperature, top_p, min_p = options
             top_k = None
             if any(draw.top_k is not None or draw.top_p < 1 for draw in draws.values()):
                 most = logits.shape[-1]

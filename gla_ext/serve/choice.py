@@ -14,22 +14,26 @@ from gla_ext.serve.request import MOST_LOGPROBS, NO_PENALTIES, Request
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """How to draw the next token of a row: the options of `choose`, and what its request
-    changes about logits: see `Adjustments`.
+    """How to draw the tokens of a row: the options of `choose`, and what its request changes about
+    logits: see `Adjustments`.
     """
 
-    uniform: float = 0.0
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
     penalties: tuple[float, float, float] = NO_PENALTIES
+    is_penalized: bool = False
     is_biased: bool = False
 
     @classmethod
-    def of(cls, request: Request, uniform: float, temperature: float) -> Draw:
-        filters = (request.top_k, request.top_p, request.min_p)
-        return cls(uniform, temperature, *filters, request.penalties, bool(request.logit_bias))
+    def of(cls, request: Request, temperature: float) -> Draw:
+        filters, penalties = (request.top_k, request.top_p, request.min_p), request.penalties
+        changes = (penalties, penalties != NO_PENALTIES, bool(request.logit_bias))
+        return cls(temperature, *filters, *changes)
+
+
+IDLE = Draw()  # of a row without a sequence
 
 
 class Adjustments:
@@ -75,8 +79,8 @@ class Adjustments:
         n = len(logits)
         if any(draw.is_biased for draw in draws.values()):
             logits = logits + self._bias[:n]
-        if self._is_penalized(draws):
-            columns = [draws.get(row, Draw()).penalties for row in range(n)]
+        if any(draw.is_penalized for draw in draws.values()):
+            columns = [draws.get(row, IDLE).penalties for row in range(n)]
             columns = torch.tensor(columns).to(self._device, non_blocking=True)
             repetition, presence, frequency = columns.unsqueeze(1).unbind(-1)
             had = self._had[:n]
@@ -87,12 +91,9 @@ class Adjustments:
 
     def drew(self, tokens: Tensor, draws: dict[int, Draw]) -> None:
         """Counts the tokens `[n]` that rows 0 to n - 1 drew."""
-        if self._is_penalized(draws):
+        if any(draw.is_penalized for draw in draws.values()):
             tokens = tokens.unsqueeze(1)
             self._had.scatter_add_(1, tokens, torch.full_like(tokens, 2, dtype=torch.int32))
-
-    def _is_penalized(self, draws: dict[int, Draw]) -> bool:
-        return any(draw.penalties != NO_PENALTIES for draw in draws.values())
 
 
 def choose(

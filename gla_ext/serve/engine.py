@@ -18,7 +18,6 @@ from gla_ext.decode.sampling import read_end_tokens
 from gla_ext.layers.attention import Attention
 from gla_ext.ops.chunk import batch_invariant, is_batch_invariant
 from gla_ext.serve.batch import Batch, Drawn
-from gla_ext.serve.choice import Draw
 from gla_ext.serve.metrics import Metrics
 from gla_ext.serve.prefix import PrefixCache
 from gla_ext.serve.request import Delta, Limits, Request
@@ -319,18 +318,18 @@ class Engine:
             self._running.append(sequence)
 
     def _queue_draw(self, sequences: list[Sequence]) -> None:
-        draws = {}
+        draws, uniforms = {}, {}
         for sequence in sequences:
-            request, temperature = sequence.request, sequence.temperature
             if sequence.drew_all:  # the prompt alone was wanted
                 continue
             if sequence.drew == 0:
-                self._batch.begin(sequence.row, request)
-            uniform = sequence.next_uniform() if temperature > 0 else 0.0
-            draws[sequence.row] = Draw.of(request, uniform, temperature)
+                self._batch.begin(sequence.row, sequence.request)
+            if sequence.draw.temperature > 0:
+                uniforms[sequence.row] = sequence.next_uniform()
+            draws[sequence.row] = sequence.draw
             sequence.drew += 1
         wanted = any(sequence.request.logprobs is not None for sequence in sequences)
-        self._under_way.append((sequences, self._batch.draw(draws, wanted)))
+        self._under_way.append((sequences, self._batch.draw(draws, uniforms, wanted)))
 
     def _collect(self, sequences: list[Sequence], wait: Callable[[], Drawn]) -> Deltas:
         """Waits for tokens that were drawn, and adds them to their sequences."""

@@ -158,9 +158,11 @@ class Request:
                 f"Request: expected logit_bias of at most {MOST_BIASED} tokens, got "
                 f"{len(self.logit_bias)}"
             )
-        for token, value in self.logit_bias.items():
-            if not is_int(token):
-                raise TypeError(f"Request: expected tokens of logit_bias to be ints, got {token!r}")
+        for name in ("logit_bias", "end_tokens"):
+            for token in getattr(self, name):
+                if not is_int(token):
+                    raise TypeError(f"Request: expected tokens of {name} to be ints, got {token!r}")
+        for value in self.logit_bias.values():
             _check_number("logit_bias", value, -100, 100)
         if self.seed is not None and (not is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
             raise ValueError(f"Request: expected seed to be an int of 64 bits, got {self.seed!r}")
@@ -210,7 +212,7 @@ class Delta:
 
     text: text of these tokens and of earlier ones that was held back; empty without a tokenizer.
     tokens: the tokens drawn, without the eos_token_id that ended the sequence.
-    logprobs: one for each token, if requested.
+    logprobs: one for each token drawn, if requested, with that which ended the sequence.
     prompt_logprobs: in the first delta, one for each token of the prompt but the first, if
     requested.
     finish_reason: 'stop', 'length', 'cancelled', 'refresh' (`Engine.refresh` ended it), 'error', or

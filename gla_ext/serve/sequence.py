@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from gla_ext.serve.batch import Drawn
+from gla_ext.serve.choice import Draw
 from gla_ext.serve.request import Delta, Request, TokenLogprob
 from gla_ext.serve.text import Detokenizer, StopStrings, Tokenizer
 
@@ -35,6 +36,7 @@ class Sequence:
         keys: keys of the prompt's prefixes, for the prefix cache.
         passed: tokens of the prompt that its row's state includes.
         cached: how many of these came from the prefix cache.
+        draw: how its tokens are drawn.
         drew: number of tokens whose draw was requested.
         scores: of each piece of a prompt with prompt_logprobs, a function that waits for the
             tokens of several pieces, and the places of this piece's tokens among them.
@@ -57,9 +59,9 @@ class Sequence:
         # As in Sampling, what fp32 rounds to 0 is 0, and inf becomes the largest fp32 number.
         finite = torch.finfo(torch.float32)
         given = float(request.temperature)
-        self.temperature = 0.0 if given < finite.tiny else min(given, finite.max)
+        self.draw = Draw.of(request, 0.0 if given < finite.tiny else min(given, finite.max))
         self._generator = torch.Generator()
-        if self.temperature > 0:
+        if self.draw.temperature > 0:
             self._generator.manual_seed(request.seed_or_random())
         self._uniforms: list[float] = []
         self._text = None
@@ -107,12 +109,14 @@ class Sequence:
     def add(self, token: int, logprob: TokenLogprob | None, ends: Collection[int]) -> Delta:
         """Adds a token, which may be the last."""
         self.new += 1
-        is_end = token in ends or token in self.request.end_tokens
-        if is_end and not self.request.ignore_eos:
-            return Delta(self._stops.flush(), finish_reason="stop")
-        delta = Delta(tokens=[token])
+        delta = Delta()
         if logprob is not None:
             delta.logprobs.append(dataclasses.replace(logprob, offset=self._characters))
+        is_end = token in ends or token in self.request.end_tokens
+        if is_end and not self.request.ignore_eos:
+            delta.text, delta.finish_reason = self._stops.flush(), "stop"
+            return delta
+        delta.tokens.append(token)
         if self._text is not None:
             text = self._text.push(token)
             self._characters += len(text)

@@ -36,10 +36,29 @@ ASKED = {
     "ignore_eos": True,
     "skip_special_tokens": False,
     "user": "someone",
-    "echo": False,
+    "echo": True,
     "suffix": None,
-    "logit_bias": {},
-    "presence_penalty": 0.0,
+    "logit_bias": {"65": 1.5, "7": -100},
+    "presence_penalty": 0.5,
+    "frequency_penalty": -2,
+    "repetition_penalty": 1.1,
+    "min_p": 0.1,
+    "max_completion_tokens": 3,
+    "metadata": {"a": "b"},
+}
+CHAT = {
+    "messages": [
+        {"role": "system", "content": "a", "name": "b"},
+        {"role": "user", "content": [{"type": "text", "text": "c"}], "audio": None},
+        {"role": "assistant", "content": "", "refusal": None, "annotations": []},
+    ],
+    "logprobs": True,
+    "top_logprobs": 2,
+    "max_completion_tokens": 3,
+    "stream": True,
+    "tools": [],
+    "response_format": {"type": "text"},
+    "stop": "a",
 }
 BODIES = edited(ASKED).map(as_bytes) | damaged(as_bytes(ASKED))
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
@@ -65,6 +84,17 @@ def test_a_body_is_read_or_refused(body):
             asked = protocol.read(body, "gla")
             tokens = [Bytes().encode(x) if isinstance(x, str) else x for x in asked.prompts]
             assert len(asked.requests(tokens)) == len(tokens) * asked.n
+        except protocol.RefusedError as error:
+            check_error(error.status, error.body())
+
+
+@given(edited(CHAT).map(as_bytes) | damaged(as_bytes(CHAT)))
+def test_a_conversation_is_read_or_refused(body):
+    with limited(64 << 20):
+        try:
+            asked, messages = protocol.read_chat(body, "gla")
+            assert len(asked.requests([[1]])) == asked.n and json.dumps(messages).encode()
+            assert all(isinstance(message["content"], str) for message in messages)
         except protocol.RefusedError as error:
             check_error(error.status, error.body())
 

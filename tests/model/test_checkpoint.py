@@ -131,7 +131,7 @@ def test_an_index_that_names_files_elsewhere(model, tmp_path, place):
 @pytest.mark.parametrize("place", ["a" * 300, "a\0b"])
 def test_an_index_of_names_that_no_file_has(model, tmp_path, place):
     write_index(tmp_path, dict.fromkeys(write_sharded(model, tmp_path), place))
-    with pytest.raises(FileNotFoundError, match="to hold a.*, which model.safetensors.index.json"):
+    with pytest.raises(FileNotFoundError, match=r"to hold a.*, which model.safetensors.index.json"):
         load_model(tmp_path)
 
 
@@ -142,6 +142,6 @@ def test_an_index_that_is_none(model, tmp_path, text):
     model.config.save(tmp_path / "config.json")
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(
-        ValueError, match="to be JSON|a JSON object|a weight_map of tensors and files"
+        ValueError, match=r"to be JSON|a JSON object|a weight_map of tensors and files"
     ):
         load_model(tmp_path)

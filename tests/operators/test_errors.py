@@ -96,7 +96,7 @@ class OnNoGpu(torch.Tensor):
 
 
 def test_a_build_without_kernels_for_a_gpu():
-    """As a CPU build answers, also where this one is none: by the kernel that other devices have."""
+    """As a CPU build answers, here too: by the kernel that other devices have."""
     gate = torch.Tensor._make_wrapper_subclass(OnNoGpu, (2, 3), device="cuda:0")
     swiglu = torch.ops.gla_ext.swiglu_fwd.default
     sentence = "FORCE_CUDA=1 make builds them; see python -m gla_ext.info"

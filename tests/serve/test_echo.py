@@ -80,6 +80,20 @@ def test_log_probabilities(client, model, as_tokens, count):
             ]
 
 
+def test_the_end_token_has_an_entry(model):
+    """As many as were drawn, which lm-eval takes off the end of the lists."""
+    tokens = Bytes().encode("ab")
+    values = expected(model, tokens)
+    drawn = values[-1].argmax().item()
+    ends = make_model(vocab_size=256, eos_token_id=drawn)
+    with client_of(Engine(ends, Bytes(), Limits(rows=1))) as client:
+        body = {"prompt": "ab", "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
+        (choice,) = choices_of(client, **body)
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
+    wanted = [values[0, tokens[1]].item(), values[1, tokens[2]].item(), values[2, drawn].item()]
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(wanted, abs=1e-5)
+
+
 def test_text_alone(client):
     body = {"prompt": "ab", "max_tokens": 4, "temperature": 0}
     (plain,) = choices_of(client, **body)

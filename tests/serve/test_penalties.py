@@ -144,6 +144,7 @@ def test_log_probabilities_are_those_of_the_model():
         ({"frequency_penalty": torch.nan}, ValueError, "frequency_penalty from -2 to 2, got nan"),
         ({"logit_bias": {1: 101}}, ValueError, "logit_bias from -100 to 100, got 101"),
         ({"logit_bias": {"1": 1}}, TypeError, "tokens of logit_bias to be ints, got '1'"),
+        ({"end_tokens": ["a"]}, TypeError, "tokens of end_tokens to be ints, got 'a'"),
         ({"logit_bias": dict.fromkeys(range(1025), 1)}, ValueError, "at most 1024 tokens, got 1"),
     ],
 )
@@ -162,7 +163,7 @@ def test_what_a_row_had(device):
     adjustments = Adjustments(2, V, torch.device(device))
     request = Request([1, 2, 2], frequency_penalty=1.0)
     adjustments.begin(1, request)
-    draws = {1: Draw.of(request, 0.0, 0.0)}
+    draws = {1: Draw.of(request, 0.0)}
     for _ in range(3):
         adjustments.drew(torch.tensor([4, 2], device=device), draws)
     assert adjustments._had[1].tolist() == [0, 1, 7] + [0] * 28
@@ -183,8 +184,9 @@ def test_over_http():
         options = {"logit_bias": {"65": 100, "66": 97}, "frequency_penalty": 2, "min_p": 0.1}
         assert set(post(**options).json()["choices"][0]["text"]) == {"A", "B"}
         nothing = {"logit_bias": {}, "presence_penalty": 0, "min_p": 0, "suffix": "", "top_k": None}
-        reply = post(**nothing, max_tokens=8)
-        assert reply.json()["choices"] == post().json()["choices"]
+        for top_k in (None, 0, -1):
+            reply = post(**nothing | {"top_k": top_k}, max_tokens=8)
+            assert reply.json()["choices"] == post().json()["choices"]
         for fields, message in (
             ({"logit_bias": {"a": 1}}, "expected logit_bias to be an object of numbers, whose nam"),
             ({"logit_bias": {"1": "a"}}, "expected logit_bias to be an object of numbers"),

@@ -86,6 +86,24 @@ def test_cut_alike_whatever_else_is_read(pieces):
     assert scores(engine, request, *others)[0] == alone
 
 
+def test_beside_graphs(captures):
+    """A scored prompt is read without one, and others by theirs."""
+    model = make_model(eos_token_id=None)
+    engine = Engine(model, limits=Limits(**SMALL))
+    engine.warm_up()
+    requests = [Request(prompt(n), 3, temperature=0) for n in (70, 5)]
+    scored = Request(prompt(100), 3, temperature=0, prompt_logprobs=0)
+    before = len(captures[1])
+    found = scores(engine, *requests, scored)[2]
+    assert len(captures[1]) > before
+    values = [
+        row[x.token].item() for row, x in zip(expected(model, prompt(100)), found, strict=True)
+    ]
+    assert [x.logprob for x in found] == pytest.approx(values, abs=1e-5)
+    texts = [tokens for tokens, _, _ in run(engine, *requests, scored)]
+    assert texts == [greedy(model, prompt(n), 3) for n in (70, 5, 100)]
+
+
 def test_prompts_alone(device):
     """With no token to draw they are read, for the prefix cache too."""
     model = make_model(eos_token_id=None).to(device)

@@ -260,5 +260,5 @@ def test_the_command_on_a_gpu(folder, tmp_path):
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["device"] == torch.cuda.get_device_name()
     assert metrics["settings"] == dataclasses.asdict(
-        dataclasses.replace(CUDA.settings, data=str(folder), **SMALL)
+        dataclasses.replace(CUDA.settings, data=[str(folder)], **SMALL)
     )

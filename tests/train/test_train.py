@@ -311,7 +311,7 @@ def test_device_follows_the_operators(monkeypatch):
         check_device("cuda")
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)
     with pytest.raises(
-        ValueError, match="no CUDA operators .FORCE_CUDA=1 make builds them., got cuda"
+        ValueError, match=r"no CUDA operators .FORCE_CUDA=1 make builds them., got cuda"
     ):
         check_device("cuda")
 
