@@ -54,7 +54,8 @@ struct BufferedShared {
   static constexpr int kRowNumbers = Tile::kRows * kFoldPitch;
   static constexpr int kColumnNumbers = kFoldRows * Tile::kColumns;
 
-  uint4 state[Tile::kPieces][Tile::kThreads];  // a thread reads what it has copied there itself
+  // [kRows, kColumns]; but in a fold, a thread reads what it has copied there itself.
+  uint4 state[Tile::kPieces][Tile::kThreads];
   alignas(16) float v[Tile::kVFirst ? kRowNumbers : kColumnNumbers];
   alignas(16) float A[kT][kMostBuffered];
   union {
