@@ -4,13 +4,14 @@
 // If the new tokens do not fit, n = 0 for these, and the buffer's keys are decayed to its end:
 //   k~_j = k_j ⊙ a_{j+1} .. a_{n-1}
 //
-// grid    (row, head), a thread for one key or several
+// grid    (row, head), 256 keys at a time, two a thread
 // reads   q, k, gk [B, T, H | HK, K], v [B, T, HK, V], the buffers [P, L, HK, K | V]
 // writes  A [B, H, T, 16], q^ [B, H, T, Kp], k~ and their decay, the new tokens to the buffers, and
 //         before that the v that they replace in a fold
 // Decays are running products, exact at a reset; everything is fp32. The next kernel starts at
 // once.
 #include "buffered.cuh"
+#include "cuda/device/launch.cuh"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
 #include "cuda/sm90/tiles/ptx.cuh"
 #include "drafts.cuh"
@@ -19,81 +20,99 @@ namespace gla_ext::cuda {
 namespace recurrent {
 namespace {
 
-// What of a tensor a block has in shared memory, in the format of memory: kThreads key channels of
-// every place of a buffer.
-template <int kThreads>
+constexpr int kScoreThreads = 128, kScoreKeys = 2 * kScoreThreads;  // of a block at a time
+constexpr int kScoreWarps = kScoreThreads / 32;
+
+// Neighbouring key channels; a thread has two.
+struct Pair {
+  float x, y;
+};
+
+// A tensor's rows for every place of a buffer in shared memory, in the format of memory.
+template <class T>
 struct Places {
-  unsigned char* bytes;
-  DType dtype;
+  T rows[kMostBuffered][kScoreKeys];
 
-  __device__ __forceinline__ int size() const { return dtype == DType::kFloat ? 4 : 2; }
-  __device__ __forceinline__ uint32_t bits(int j) const {
-    const int i = j * kThreads + static_cast<int>(threadIdx.x);
-    return dtype == DType::kFloat ? reinterpret_cast<const uint32_t*>(bytes)[i]
-                                  : reinterpret_cast<const uint16_t*>(bytes)[i];
+  __device__ __forceinline__ Pair pair(int j) const {
+    const T* at = &rows[j][2 * threadIdx.x];
+    if constexpr (sizeof(T) == 4) {
+      const float2 y = *reinterpret_cast<const float2*>(at);
+      return {y.x, y.y};
+    } else {
+      const uint32_t word = *reinterpret_cast<const uint32_t*>(at);
+      return {element_of<T>(&word, 0), element_of<T>(&word, 1)};
+    }
   }
-  __device__ __forceinline__ float operator[](int j) const { return value_of(bits(j), dtype); }
-
-  // Copies `keys` channels from `first` on, of the first `held` tokens of the buffer and of `added`
-  // new ones behind them. step: from a new token's channel to the next.
+  // Copies channels from `first` on of the first `held` tokens of the buffer and of `added` new
+  // ones behind them. step: from a new token's channel to the next. Channels beyond K are 0, or
+  // have none of their pair.
   __device__ __forceinline__ void copy(const BufferRow& row, const Rows& buffer, const Rows& tokens,
-                                       int step, int held, int added, int first, int keys) const {
-    const bool fast = keys * size() % 16 == 0 && buffer.aligned &&
+                                       int step, int held, int added, int first, int K) {
+    constexpr int kEach = 16 / sizeof(T), kOfToken = kScoreKeys / kEach;
+    const bool fast = K % kEach == 0 && buffer.aligned &&
                       (added == 0 || (step == 1 && tokens.aligned && tokens.data != nullptr));
-    // One channel a thread, or 16 bytes wherever they are.
-    const int each = fast ? 16 / size() : 1, of_token = fast ? keys / each : kThreads;
+    if (fast) {
+#pragma unroll 2
+      for (int i = threadIdx.x; i < (held + added) * kOfToken; i += kScoreThreads) {
+        const int j = i / kOfToken, c = i % kOfToken * kEach;
+        const bool old = j < held;
+        const T* from = old ? static_cast<const T*>(buffer.data) + row.buffer_offset(buffer, j)
+                            : static_cast<const T*>(tokens.data) + row.offset(tokens, j - held);
+        if (first + c < K) sm90::copy16(sm90::shared_address(&rows[j][c]), from + first + c, true);
+      }
+      return;
+    }
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (held + added) * of_token; i += kThreads) {
-      const int j = i / of_token, key = i % of_token * each;
+    for (int i = threadIdx.x; i < (held + added) * kScoreThreads; i += kScoreThreads) {
+      const int j = i / kScoreThreads;
       const bool old = j < held;
-      const Rows& from = old ? buffer : tokens;
-      const int64_t of = old ? row.buffer_offset(buffer, j) + first + key
-                             : row.offset(tokens, j - held) + step * (first + key);
-      unsigned char* to = bytes + (j * kThreads + key) * size();
-      if (fast) {
-        const auto* data = static_cast<const char*>(from.data);
-        sm90::copy16(sm90::shared_address(to), data + of * size(), true);
-      } else if (key < keys) {
-        const uint32_t x = load_bits(from, of, from.data != nullptr);
-        if (dtype == DType::kFloat)
-          *reinterpret_cast<uint32_t*>(to) = x;
-        else
-          *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(x);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int c = 2 * threadIdx.x + e;
+        const T* from =
+            old ? static_cast<const T*>(buffer.data) + row.buffer_offset(buffer, j) + first + c
+                : static_cast<const T*>(tokens.data) + row.offset(tokens, j - held) +
+                      step * (first + c);
+        const bool there = first + c < K && (old || tokens.data != nullptr);
+        rows[j][c] = there ? *from : from_float<T>(0.f);
       }
     }
   }
-  // Writes this thread's channel of place j to an element of the buffer.
-  __device__ __forceinline__ void store(const Rows& buffer, int64_t to, int j) const {
-    if (dtype == DType::kFloat)
-      static_cast<uint32_t*>(buffer.data)[to] = bits(j);
-    else
-      static_cast<uint16_t*>(buffer.data)[to] = static_cast<uint16_t>(bits(j));
+  // Writes this thread's channels of place j to the row `to` of the buffer.
+  __device__ __forceinline__ void store(T* to, int j, int first, int K) const {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int c = 2 * threadIdx.x + e;
+      if (first + c < K) to[first + c] = rows[j][c];
+    }
   }
 };
 
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads, 1280 / kThreads)
+template <class In, class Gate>
+__global__ void __launch_bounds__(kScoreThreads, 8)
     buffered_scores_kernel(const __grid_constant__ Recurrence p,
                            const __grid_constant__ Buffers b) {
-  constexpr int kWarpsOfBlock = kThreads / 32;
-  __shared__ float s_parts[kMostBuffered][kWarpsOfBlock][kMostBuffered];
-  extern __shared__ __align__(16) unsigned char s_bytes[];
+  __shared__ __align__(16) Places<In> k;
+  __shared__ __align__(16) Places<Gate> g;
+  __shared__ float s_parts[kMostBuffered][kScoreWarps][kMostBuffered];
   sm90::release_next_kernel();
   const BufferRow row(p, b, blockIdx.x);
   if (row.slot < 0) return;
-  const int T = static_cast<int>(p.T), held = row.folds ? 0 : row.held;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, Kp = padded_keys(p.K);
-  const Places<kThreads> k{s_bytes, b.k.dtype};
-  const Places<kThreads> g{s_bytes + kMostBuffered * kThreads * k.size(), b.g.dtype};
+  const int T = static_cast<int>(p.T), held = row.folds ? 0 : row.held, Kp = padded_keys(p.K);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool owns = row.owns_keys(p, b);
 #pragma unroll 1
-  for (int first = 0; first < Kp; first += kThreads) {
-    const int key = first + static_cast<int>(threadIdx.x), left = p.K - first;
-    const int keys = left < kThreads ? left : kThreads;
+  for (int first = 0; first < Kp; first += kScoreKeys) {
+    const int key = first + 2 * static_cast<int>(threadIdx.x);
+    const bool there = key < p.K;
+    const auto query = [&](int t) {
+      const In* q = static_cast<const In*>(p.q.data) + row.offset(p.q, t) + key;
+      return Pair{there ? p.scale * to_float(q[0]) : 0.f,
+                  key + 1 < p.K ? p.scale * to_float(q[1]) : 0.f};
+    };
     const auto copy = [&](int old, int added) {
-      __syncthreads();  // what was there has been read
-      k.copy(row, b.k, p.k, 1, old, added, first, keys);
-      g.copy(row, b.g, p.gk, p.gk_step, old, added, first, keys);
+      k.copy(row, b.k, p.k, 1, old, added, first, p.K);
+      g.copy(row, b.g, p.gk, p.gk_step, old, added, first, p.K);
       sm90::commit_copies();
       sm90::wait_for_copies<0>();
       __syncthreads();  // the tokens are there
@@ -101,72 +120,79 @@ __global__ void __launch_bounds__(kThreads, 1280 / kThreads)
     if (row.folds && owns) {
       copy(row.held, 0);
       float* to = b.keys + row.keys(p, b) * kFoldRows * Kp + key;
-      float w = 1;
-#pragma unroll 1
+      Pair w{1, 1};
+#pragma unroll 4
       for (int j = kMostBuffered - 1; j >= 0; --j) {
-        const bool there = j < row.held && key < p.K;
-        if (key < Kp) to[j * Kp] = there ? w * k[j] : 0.f;
-        if (there) w *= decay_of(g[j]);
+        Pair x{0, 0};
+        if (j < row.held && there) {
+          const Pair k_j = k.pair(j), g_j = g.pair(j);
+          x = {w.x * k_j.x, w.y * k_j.y};
+          w = {w.x * decay_of(g_j.x), w.y * decay_of(g_j.y)};
+        }
+        if (key < Kp) *reinterpret_cast<float2*>(to + j * Kp) = make_float2(x.x, x.y);
       }
-      if (key < Kp) to[kMostBuffered * Kp] = w;
+      if (key < Kp) *reinterpret_cast<float2*>(to + kMostBuffered * Kp) = make_float2(w.x, w.y);
+      __syncthreads();  // the tokens have been read
     }
+    Pair q = query(0);
     copy(held, T);
 #pragma unroll 1
     for (int t = 0; t < T; ++t) {
-      float w = p.scale * value_of(load_bits(p.q, row.offset(p.q, t) + key, key < p.K), p.q.dtype);
+      Pair w = q;
+      if (t + 1 < T) q = query(t + 1);
       float x[kMostBuffered];
 #pragma unroll
       for (int j = kMostBuffered - 1; j >= 0; --j) {
         x[j] = 0;
-        if (j > held + t || key >= p.K) continue;
-        x[j] = w * k[j];
-        w *= decay_of(g[j]);
+        if (j > held + t || !there) continue;
+        const Pair k_j = k.pair(j), g_j = g.pair(j);
+        x[j] = fmaf(w.y, k_j.y, w.x * k_j.x);
+        w = {w.x * decay_of(g_j.x), w.y * decay_of(g_j.y)};
       }
-      if (key < Kp) b.queries[(int64_t{row.run} * T + t) * Kp + key] = w;
+      if (key < Kp)
+        *reinterpret_cast<float2*>(b.queries + (int64_t{row.run} * T + t) * Kp + key) =
+            make_float2(w.x, w.y);
       const float sum = sums_of_warp(x);
       if (lane % 2 == 0) {
         float& part = s_parts[t][warp][lane / 2];
         part = first == 0 ? sum : part + sum;
       }
-      if (owns && key < p.K) {
-        k.store(b.k, row.buffer_offset(b.k, held + t) + key, held + t);
-        g.store(b.g, row.buffer_offset(b.g, held + t) + key, held + t);
+      if (owns) {
+        const int place = held + t;
+        k.store(static_cast<In*>(b.k.data) + row.buffer_offset(b.k, place), place, first, p.K);
+        g.store(static_cast<Gate*>(b.g.data) + row.buffer_offset(b.g, place), place, first, p.K);
       }
     }
+    __syncthreads();  // the tokens have been read, and every warp's parts are written
   }
-  if (owns && row.folds) {
-    const int replaced = T < row.held ? T : row.held;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < replaced * p.V; i += kThreads) {
-      const int64_t place = row.buffer_offset(b.v, i / p.V) + i % p.V;
-      b.values[row.keys(p, b) * T * p.V + i] = value_of(load_bits(b.v, place, true), b.v.dtype);
-    }
-  }
-  __syncthreads();  // every warp's parts are written
-  for (int i = threadIdx.x; i < T * kMostBuffered; i += kThreads) {
+  for (int i = threadIdx.x; i < T * kMostBuffered; i += kScoreThreads) {
     const int t = i / kMostBuffered, j = i % kMostBuffered;
     float sum = s_parts[t][0][j];
 #pragma unroll
-    for (int w = 1; w < kWarpsOfBlock; ++w) sum += s_parts[t][w][j];
+    for (int w = 1; w < kScoreWarps; ++w) sum += s_parts[t][w][j];
     b.scores[int64_t{row.run} * T * kMostBuffered + i] = sum;
   }
-}
-
-template <int kThreads>
-void launch_buffered_scores(const Recurrence& p, const Buffers& b, cudaStream_t stream) {
-  const size_t bytes = kMostBuffered * kThreads * (bytes_of(b.k.dtype) + bytes_of(b.g.dtype));
-  buffered_scores_kernel<kThreads>
-      <<<static_cast<unsigned>(p.B * p.H), kThreads, bytes, stream>>>(p, b);
+  if (!owns || !row.folds) return;
+  const int replaced = T < row.held ? T : row.held;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < replaced * p.V; i += kScoreThreads) {
+    const int64_t place = row.buffer_offset(b.v, i / p.V) + i % p.V;
+    b.values[row.keys(p, b) * T * p.V + i] = to_float(static_cast<const In*>(b.v.data)[place]);
+  }
 }
 
 }  // namespace
 }  // namespace recurrent
 
 void recurrent_buffered_scores(const Recurrence& p, const Buffers& buffers, cudaStream_t stream) {
-  if (p.K <= 128)
-    recurrent::launch_buffered_scores<128>(p, buffers, stream);
-  else
-    recurrent::launch_buffered_scores<256>(p, buffers, stream);
+  with_dtype(p.k.dtype, [&](auto in) {
+    with_dtype(buffers.g.dtype, [&](auto gate) {
+      using In = typename decltype(in)::type;
+      using Gate = typename decltype(gate)::type;
+      recurrent::buffered_scores_kernel<In, Gate>
+          <<<static_cast<unsigned>(p.B * p.H), recurrent::kScoreThreads, 0, stream>>>(p, buffers);
+    });
+  });
 }
 
 }  // namespace gla_ext::cuda

@@ -4,6 +4,7 @@
 
 #include "cuda/device/vec.cuh"
 #include "cuda/sm90/tiles/ptx.cuh"
+#include "state_product.cuh"
 #include "tile.cuh"
 
 namespace gla_ext::cuda {
@@ -33,21 +34,16 @@ struct BufferedTile {
   __device__ __forceinline__ static int place(int column) {
     return kC == 4 ? column : column / 8 * 4 + column % 4 + column / 4 % 2 * (kColumns / 2);
   }
-  __device__ __forceinline__ static void load_columns(float (&x)[kC], const float* from) {
-#pragma unroll
-    for (int c = 0; c < kC; c += 4) {
-      const float4 y = *reinterpret_cast<const float4*>(from + place(column() + c));
-      x[c] = y.x, x[c + 1] = y.y, x[c + 2] = y.z, x[c + 3] = y.w;
-    }
-  }
   // How many numbers of a piece exist, and the first one's offset in the matrix.
-  __device__ __forceinline__ static int valid(const Recurrence& p, int first_value, int i) {
-    if (kVFirst) return first_value + row(i) < p.V ? p.K - column() : 0;
-    return row(i) < p.K ? p.V - first_value - column() : 0;
+  __device__ __forceinline__ static int valid_of(const Recurrence& p, int first_value, int row,
+                                                 int column) {
+    if (kVFirst) return first_value + row < p.V ? p.K - column : 0;
+    return row < p.K ? p.V - first_value - column : 0;
   }
-  __device__ __forceinline__ static int offset(const Recurrence& p, int first_value, int i) {
-    if (kVFirst) return (first_value + row(i)) * p.K + column();
-    return row(i) * p.V + first_value + column();
+  __device__ __forceinline__ static int offset_of(const Recurrence& p, int first_value, int row,
+                                                  int column) {
+    if (kVFirst) return (first_value + row) * p.K + column;
+    return row * p.V + first_value + column;
   }
 };
 
@@ -58,7 +54,8 @@ struct BufferedShared {
   static constexpr int kRowNumbers = Tile::kRows * kFoldPitch;
   static constexpr int kColumnNumbers = kFoldRows * Tile::kColumns;
 
-  uint4 state[Tile::kPieces][Tile::kThreads];  // a thread reads what it has copied there itself
+  // [kRows, kColumns]; but in a fold, a thread reads what it has copied there itself.
+  uint4 state[Tile::kPieces][Tile::kThreads];
   alignas(16) float v[Tile::kVFirst ? kRowNumbers : kColumnNumbers];
   alignas(16) float A[kT][kMostBuffered];
   union {
@@ -80,7 +77,6 @@ struct BufferedShared {
 template <class Tile, class State, Access kAccess>
 struct BufferedState {
   static constexpr int kC = Tile::kC, kPieces = Tile::kPieces;
-  static constexpr int kFoldFloats = 16;
   using Piece = Vec<State, kC>;
 
   // Copies all pieces at once; they are there after `wait`.
@@ -89,8 +85,8 @@ struct BufferedState {
                                               int first_value, Shared& s) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      const State* from = matrix + Tile::offset(p, first_value, i);
-      const int valid = Tile::valid(p, first_value, i);
+      const State* from = matrix + Tile::offset_of(p, first_value, Tile::row(i), Tile::column());
+      const int valid = Tile::valid_of(p, first_value, Tile::row(i), Tile::column());
       if constexpr (kAccess == Access::kFast)
         sm90::copy16(sm90::shared_address(&s.state[i][threadIdx.x]), from, valid > 0);
       else
@@ -100,46 +96,77 @@ struct BufferedState {
   }
   __device__ __forceinline__ static void wait() { sm90::wait_for_copies<0>(); }
 
-  // Folds the buffer, of which s has v, k~ and the decay, and stores the state.
+  // Folds the buffer, of which s has v, k~ and the decay, and stores the state: S = decay ⊙ S +
+  // rows columnsᵀ on tensor cores, 16 rows and columns at a time. A factor is the sum of
+  // two tf32 numbers; the product of the low ones is left out, and v of 16 bits (v_is_short) has
+  // none.
   template <class Shared>
   __device__ __forceinline__ static void fold(const Recurrence& p, State* matrix, int first_value,
-                                              Shared& s) {
-    constexpr int kGroup = kFoldFloats / kC, kStep = 2;  // pieces and tokens at a time
-    static_assert(kPieces % kGroup == 0);
+                                              bool v_is_short, Shared& s) {
+    constexpr int kWarps = Tile::kThreads / 32, kAcross = Tile::kColumns / 16;
+    constexpr int kDown = Tile::kRows / 16, kSide = kAcross < kWarps ? kAcross : kWarps;
+    const int warp = threadIdx.x / 32, r = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const bool rows_have_low = !(Tile::kVFirst && v_is_short);
+    const bool columns_have_low = Tile::kVFirst || !v_is_short;
 #pragma unroll 1
-    for (int first = 0; first < kPieces; first += kGroup) {
-      float x[kGroup][kC], columns[kStep][kC];
-      if constexpr (Tile::kVFirst)
-        Tile::load_columns(columns[0], s.columns() + kMostBuffered * Tile::kColumns);
+    for (int across = warp % kSide; across < kAcross; across += kSide) {
+      // Columns of the two products are such that a lane's results are four neighbours.
+      float columns[2][2][2];
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        const Piece S = piece(s, first + i);
+      for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int c = 0; c < kC; ++c)
-          x[i][c] =
-              S[c] * (Tile::kVFirst ? columns[0][c]
-                                    : s.rows()[Tile::row(first + i) * kFoldPitch + kMostBuffered]);
-      }
+        for (int u = 0; u < 2; ++u)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            columns[half][u][e] = s.columns()[(8 * half + 4 * e + t) * Tile::kColumns +
+                                              Tile::place(16 * across + r / 2 * 4 + 2 * u + r % 2)];
+      const int column = 16 * across + 4 * t;
 #pragma unroll 1
-      for (int j = 0; j < kMostBuffered; j += kStep) {
+      for (int down = warp / kSide; down < kDown; down += kWarps / kSide) {
+        float high[2][4], low[4], sums[2][4]{};
+        // Small products first: tensor cores truncate when they add.
 #pragma unroll
-        for (int jj = 0; jj < kStep; ++jj)
-          Tile::load_columns(columns[jj], s.columns() + (j + jj) * Tile::kColumns);
+        for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          const auto row = load_row<kStep>(&s.rows()[Tile::row(first + i) * kFoldPitch + j]);
+          for (int e = 0; e < 4; ++e) {
+            const Parts x(
+                s.rows()[(16 * down + 8 * (e % 2) + r) * kFoldPitch + 8 * half + 4 * (e / 2) + t]);
+            high[half][e] = x.high, low[e] = x.low;
+          }
 #pragma unroll
-          for (int jj = 0; jj < kStep; ++jj)
-#pragma unroll
-            for (int c = 0; c < kC; ++c) x[i][c] = fmaf(row.x[jj], columns[jj][c], x[i][c]);
+          for (int u = 0; u < 2; ++u) {
+            const Parts x(columns[half][u][0]), y(columns[half][u][1]);
+            if (rows_have_low) mma(sums[u], low, x.high, y.high);
+            if (columns_have_low) mma(sums[u], high[half], x.low, y.low);
+          }
         }
-      }
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        const Piece S = round_to<State, kC>(x[i]);
-        put(s, first + i, S);
-        store(matrix + Tile::offset(p, first_value, first + i), S,
-              Tile::valid(p, first_value, first + i));
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int u = 0; u < 2; ++u) {
+            const Parts x(columns[half][u][0]), y(columns[half][u][1]);
+            mma(sums[u], high[half], x.high, y.high);
+          }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = 16 * down + 8 * half + r;
+          auto& at = *reinterpret_cast<Four*>(reinterpret_cast<State*>(&s.state[0][0]) +
+                                              row * Tile::kColumns + column);
+          const Vec<State, 4> S = words_of(at);
+          float x[4];
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            const float decay =
+                Tile::kVFirst
+                    ? s.columns()[kMostBuffered * Tile::kColumns + Tile::place(column + c)]
+                    : s.rows()[row * kFoldPitch + kMostBuffered];
+            x[c] = fmaf(decay, S[c], sums[c / 2][2 * half + c % 2]);
+          }
+          const Vec<State, 4> folded = round_to<State, 4>(x);
+          at = four_of(folded);
+          store(matrix + Tile::offset_of(p, first_value, row, column), folded,
+                Tile::valid_of(p, first_value, row, column));
+        }
       }
     }
   }
@@ -168,19 +195,31 @@ struct BufferedState {
     const uint4 x = s.state[i][threadIdx.x];
     return {{x.x, x.y, x.z, x.w}};
   }
-  __device__ __forceinline__ static uint4 words(const Piece& S) {
-    return make_uint4(S.words[0], S.words[1], S.words[2], S.words[3]);
-  }
   template <class Shared>
   __device__ __forceinline__ static void put(Shared& s, int i, const Piece& S) {
-    s.state[i][threadIdx.x] = words(S);
+    s.state[i][threadIdx.x] = make_uint4(S.words[0], S.words[1], S.words[2], S.words[3]);
   }
-  __device__ __forceinline__ static void store(State* to, const Piece& S, int valid) {
+
+  // Four numbers of a row, as they are loaded and stored at once.
+  using Four = std::conditional_t<sizeof(State) == 4, uint4, uint2>;
+  __device__ __forceinline__ static Vec<State, 4> words_of(const Four& x) {
+    if constexpr (sizeof(State) == 4)
+      return {{x.x, x.y, x.z, x.w}};
+    else
+      return {{x.x, x.y}};
+  }
+  __device__ __forceinline__ static Four four_of(const Vec<State, 4>& S) {
+    if constexpr (sizeof(State) == 4)
+      return make_uint4(S.words[0], S.words[1], S.words[2], S.words[3]);
+    else
+      return make_uint2(S.words[0], S.words[1]);
+  }
+  __device__ __forceinline__ static void store(State* to, const Vec<State, 4>& S, int valid) {
     if constexpr (kAccess == Access::kFast) {
-      if (valid > 0) __stcs(reinterpret_cast<uint4*>(to), words(S));
+      if (valid > 0) __stcs(reinterpret_cast<Four*>(to), four_of(S));
     } else {
 #pragma unroll
-      for (int c = 0; c < kC; ++c)
+      for (int c = 0; c < 4; ++c)
         if (c < valid) to[c] = from_float<State>(S[c]);
     }
   }

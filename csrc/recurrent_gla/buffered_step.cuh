@@ -21,58 +21,50 @@
 namespace gla_ext::cuda {
 namespace recurrent {
 
-// Four values of one token, of a buffer, of the new tokens or of those that a fold saved.
-template <class Tile, Access kAccess>
-struct FourValues {
-  // Lanes have neighbouring fours, or if values are rows in shared memory, neighbouring tokens.
-  static constexpr int kFours = Tile::kValues / 4;
-  __device__ __forceinline__ static int token(int x) {
-    return Tile::kVFirst ? x % kMostBuffered : x / kFours;
-  }
-  __device__ __forceinline__ static int value(int x) {
-    return 4 * (Tile::kVFirst ? x / kMostBuffered : x % kFours);
-  }
-};
-
 // The tokens' v in fp32 in shared memory: of `held` tokens of the buffer and of `added` new ones.
 // Of a fold, the first T places have been saved. Places without a token are zero.
 template <class Tile, Access kAccess, class Shared>
 __device__ __forceinline__ void load_values(const Recurrence& p, const Buffers& b,
                                             const BufferRow& row, int first_value, int held,
                                             int added, Shared& s) {
-  using Four = FourValues<Tile, kAccess>;
-  constexpr int kAll = kMostBuffered * Four::kFours;
+  constexpr int kFours = Tile::kValues / 4, kAll = kMostBuffered * kFours;
   constexpr int kLoads = (kAll + Tile::kThreads - 1) / Tile::kThreads;
-  const int T = static_cast<int>(p.T);
-  FourBits<kAccess> bits[kLoads];
+  const int T = static_cast<int>(p.T), saved = row.folds && added == 0 ? T : 0;
+  // Calls f(load, token, value) for this thread's fours. Lanes have neighbouring fours, or if
+  // values are rows in shared memory, neighbouring tokens.
+  const auto for_fours = [&](auto&& f) {
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    const int x = i * Tile::kThreads + static_cast<int>(threadIdx.x);
-    const int j = Four::token(x), value = first_value + Four::value(x);
-    const int valid = x < kAll ? p.V - value : 0;
-    const bool saved = row.folds && added == 0 && j < T;
-    Rows from = j < held ? b.v : p.v;
-    int64_t of = j < held ? row.buffer_offset(b.v, j) : row.offset(p.v, j - held);
-    if (saved) {
-      from.data = b.values, from.dtype = DType::kFloat;
-      of = (row.keys(p, b) * T + j) * p.V;
+    for (int i = 0; i < kLoads; ++i) {
+      const int x = i * Tile::kThreads + static_cast<int>(threadIdx.x);
+      if (kAll % Tile::kThreads != 0 && x >= kAll) break;
+      if (Tile::kVFirst)
+        f(i, x % kMostBuffered, x / kMostBuffered * 4);
+      else
+        f(i, x / kFours, x % kFours * 4);
     }
-    bits[i] = FourBits<kAccess>(from, of + value, j < held + added ? valid : 0);
-  }
-#pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    const int x = i * Tile::kThreads + static_cast<int>(threadIdx.x);
-    if (x >= kAll) break;
-    const int j = Four::token(x), value = Four::value(x);
-    const bool saved = row.folds && added == 0 && j < T;
-    const float4 v = bits[i].map(saved ? DType::kFloat : p.v.dtype, [](float y) { return y; });
+  };
+  FourBits<kAccess> bits[kLoads];
+  for_fours([&](int i, int j, int value) {
+    Rows from;
+    from.dtype = j < saved ? DType::kFloat : p.v.dtype;
+    int64_t of = first_value + value;
+    if (j < saved)
+      from.data = b.values, of += (row.keys(p, b) * T + j) * p.V;
+    else if (j < held)
+      from.data = b.v.data, of += row.buffer_offset(b.v, j);
+    else
+      from.data = p.v.data, of += row.offset(p.v, j - held);
+    bits[i] = FourBits<kAccess>(from, of, j < held + added ? p.V - first_value - value : 0);
+  });
+  for_fours([&](int i, int j, int value) {
+    const float4 v = bits[i].map(j < saved ? DType::kFloat : p.v.dtype, [](float y) { return y; });
     if constexpr (Tile::kVFirst) {
       s.v[s.v_index(j, value)] = v.x, s.v[s.v_index(j, value + 1)] = v.y;
       s.v[s.v_index(j, value + 2)] = v.z, s.v[s.v_index(j, value + 3)] = v.w;
     } else {
       *reinterpret_cast<float4*>(&s.v[s.v_index(j, value)]) = v;
     }
-  }
+  });
 }
 
 // k~ and its decay; 0 from Kp on.
@@ -117,11 +109,16 @@ __device__ __forceinline__ void store_outputs(const Recurrence& p, const Buffers
   }
 }
 
+// Blocks of a multiprocessor for which there are registers.
+template <class Tile, int kK, int kT>
+constexpr int kBufferedBlocks = Tile::kThreads > 256         ? 1
+                                : kT > 1                     ? 2
+                                : Tile::kC == 8 && kK == 128 ? 3
+                                                             : 4;
+
 // kT: tokens whose outputs are made at once.
 template <class State, class Tile, int kK, Access kAccess, int kT>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kThreads > 256 ? 1
-                                                  : kT == 1            ? 4
-                                                                       : 3)
+__global__ void __launch_bounds__(Tile::kThreads, (kBufferedBlocks<Tile, kK, kT>))
     buffered_outputs_kernel(const __grid_constant__ Recurrence p,
                             const __grid_constant__ Buffers b) {
   extern __shared__ __align__(16) unsigned char s_bytes[];
@@ -151,7 +148,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kThreads > 256 ? 1
     load_fold_keys<Tile, kK>(p, b, row, s);
     Part::wait();
     __syncthreads();  // v and the keys are written
-    Part::fold(p, matrix, first_value, s);
+    Part::fold(p, matrix, first_value, p.v.dtype != DType::kFloat, s);
     __syncthreads();  // v and the keys have been read
     load_values<Tile, kAccess>(p, b, row, first_value, 0, T, s);
   }
