@@ -54,7 +54,7 @@ if platform.machine() == "x86_64" and platform.libc_ver()[0] == "glibc":
     # See csrc/common/glibc.cpp.
     LINK_FLAGS.append("-Wl,--wrap=exp,--wrap=exp2,--wrap=log,--wrap=log2,--wrap=pow")
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall", *SANITIZE]
-NVCC_FLAGS = ["-O3"]
+NVCC_FLAGS = ["-O3", "-std=c++17"]  # the same for every torch, so that wheels share objects
 COMPRESS = "--compress-mode=size"  # nvcc knows it from 12.8 on
 SPILLS_ARE_ERRORS = ["-Xptxas", "-warn-spills", "-Xptxas", "-Werror"]
 # Without CUDA or torch headers, for plans of GPUs that are not there.

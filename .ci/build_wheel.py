@@ -90,6 +90,14 @@ def only(folder: Path, pattern: str) -> Path:
     return found
 
 
+def progress(line: str) -> str | None:
+    """What a line of a build says of its architectures or progress: "[3/94] csrc/swiglu/op.cpp"."""
+    if told := re.match(r"\s*(gla_ext: .*)", line):
+        return told[1]
+    step = re.match(r"\s*(\[\d+/\d+\]) .* -c \S+/(csrc/\S+) -o ", line)
+    return step and f"{step[1]} {step[2]}"
+
+
 def write_index(dist: Path) -> list[Path]:
     """Writes index.html and SHA256SUMS of the wheels in a folder; returns these."""
     wheels = sorted(dist.glob("*.whl"))
@@ -155,10 +163,23 @@ class Builder:
         self.run(self.python, "setup.py", "--quiet", "sdist", "--dist-dir", self.folder / "sdist")
         source = self.folder / "source"
         unpack(only(self.folder / "sdist", "*.tar.gz"), source)
-        isolated = ["--no-build-isolation", "--no-deps", "--no-index"]
+        isolated = ["--verbose", "--no-build-isolation", "--no-deps", "--no-index"]
         target = ["--wheel-dir", self.folder / "wheels"]
-        self.run(self.python, "-m", "pip", "wheel", *isolated, *target, source, cwd=self.folder)
+        self.follow(self.python, "-m", "pip", "wheel", *isolated, *target, source)
         return only(self.folder / "wheels", "*.whl")
+
+    def follow(self, *command: str | Path) -> None:
+        """Runs a build and prints how far it is; all that it says if it fails."""
+        words, told = [str(part) for part in command], []
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen(words, cwd=self.folder, env=self.env, **pipe) as build:
+            for line in build.stdout:
+                told.append(line)
+                if shown := progress(line):
+                    print(shown, flush=True)
+        if build.returncode:
+            print(*told, sep="")
+            raise subprocess.CalledProcessError(build.returncode, words)
 
     def repair(self, wheel: Path) -> Path:
         """The wheel with its manylinux tag."""

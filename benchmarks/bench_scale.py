@@ -1,4 +1,4 @@
-"""The GPUs of one host beside one: context parallel, DDP, FSDP2, tensor parallel within it.
+"""The GPUs of one host beside one: context parallel, replicas, shards, tensor parallel within them.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/bench_scale.py \\
         [--only operator] [--markdown page.md]
@@ -6,9 +6,11 @@
 
 First `chunk_gla` over all GPUs is compared with one GPU; if they differ, nothing is timed. Every
 ratio is of one run. For the operator all ranks time their row, then the first rank alone times one
-GPU's. For the model a process of its own, without torch.distributed, times one GPU before the rest:
-fp32 weights under autocast, as FSDP2's policy has them. Steps follow each other without a wait, as
-in training; the operator's rows also have a call from an idle GPU. NVLink multicast stays off
+GPU's. For the model a process of its own, without torch.distributed, times one GPU before the rest,
+in the same precision: fp32 weights under autocast, as shards have them, or bf16 weights. Steps
+follow each other without a wait, as in training; the operator's rows also have a call from an idle
+GPU. `--only replicas shards` says for a model what each GPU reaches of one alone, by --rows and
+--size; `--only groups buckets` compares their sizes. NVLink multicast stays off
 (NCCL_NVLS_ENABLE=0). Takes some six minutes.
 """
 
@@ -28,13 +30,14 @@ from pages.tables import table
 from parts import one_alone
 from parts.check_across_ranks import check
 from parts.ranks_on_paper import fold_call, gather_time, latency_and_bandwidth
+from parts.training_rows import SIZES
 from shared.timing import capture
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 from gla_ext import chunk_gla
-from gla_ext.distributed import build_cp_context, tensor_parallel_plan
+from gla_ext.distributed import build_cp_context, shard_model, tensor_parallel_plan
+from gla_ext.distributed.shards import BLOCKS_PER_GROUP
+from gla_ext.train.ranks.weights import BUCKET_MB, replicated
 
 H, K, V = 4, 128, 256
 
@@ -53,7 +56,7 @@ class Bench(one_alone.Sizes):
             torch.cuda.set_device(self.device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.across = dist.new_group()  # its all-gathers do not wait for FSDP2's
+        self.across = dist.new_group()  # its all-gathers do not wait for the shards'
         self.context = build_cp_context(None, self.across)
         self.rows = []
 
@@ -168,11 +171,18 @@ class Bench(one_alone.Sizes):
     # The model.
 
     def training(
-        self, B: int, T: int, compiled=False, context=None, checkpointing=False, tp: int = 1
+        self,
+        B: int,
+        T: int,
+        compiled=False,
+        context=None,
+        checkpointing=False,
+        tp: int = 1,
+        blocks: int = BLOCKS_PER_GROUP,
     ) -> Callable:
         """A training step of the model sharded over all ranks, compiled block by block or eager.
 
-        tp: ranks of tensor parallel within that of all ranks.
+        tp: ranks of tensor parallel within that of all ranks. blocks: of a group.
         """
         model = self.build(checkpointing, compiled)
         sizes, names = (self.size // tp, tp), ("dp", "tp")
@@ -180,15 +190,8 @@ class Bench(one_alone.Sizes):
         if tp > 1:
             parallelize_module(model, meshes["tp"], tensor_parallel_plan(model))
         dtype = self.dtype if self.cuda else None
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        options = {"mesh": meshes["dp"], "mp_policy": policy, "reshard_after_forward": False}
-        blocks = list(model.model.layers)
-        for block in (*blocks, model):
-            fully_shard(block, **options)
-        for i, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 2])
-            block.set_modules_to_backward_prefetch(blocks[max(0, i - 1) : i])
-        return self.stepper(model, B, T, context)
+        shards = shard_model(model, meshes["dp"], blocks, dtype)
+        return self.stepper(model, B, T, context, shards=shards)
 
     def beside_one(self, seconds: float, tokens: int, one: str, also: str = "") -> str:
         """Tokens/s of all over those of one GPU alone; `tokens` are a rank's, of a step."""
@@ -200,24 +203,24 @@ class Bench(one_alone.Sizes):
             f"one alone with {alone:,.0f}{also})"
         )
 
-    def ddp(self) -> str:
-        ids = [self.device] if self.cuda else None
-        model = DistributedDataParallel(self.build(), ids, gradient_as_bucket_view=True)
-        step = self.stepper(model, self.B, self.T, autocast=True)
-        return self.beside_one(self.seconds(step, True, 3), self.B * self.T, "eager")
+    def replicas(self, one: str, bucket_mb: int = BUCKET_MB) -> str:
+        """As the trainer has them."""
+        model = self.build(dtype=torch.bfloat16 if one == "bf16" else torch.float32)
+        step = self.stepper(replicated(model, bucket_mb), self.B, self.T, autocast=one != "bf16")
+        return self.beside_one(self.seconds(step, True, 3), self.B * self.T, one)
 
-    def fsdp(self, one: str) -> str:
-        seconds = self.seconds(self.training(self.B, self.T, one == "compiled"), True, 3)
-        return self.beside_one(seconds, self.B * self.T, one)
+    def shards(self, one: str, blocks: int = BLOCKS_PER_GROUP) -> str:
+        step = self.training(self.B, self.T, one == "compiled", blocks=blocks)
+        return self.beside_one(self.seconds(step, True, 3), self.B * self.T, one)
 
     def tensor_training(self) -> str:
-        """Has as many tokens in total as FSDP2 over all GPUs, so that the two can be compared."""
+        """Has as many tokens in total as shards over all GPUs, so that the two can be compared."""
         tp = min(4 if self.cuda else 2, self.size)  # of as many heads
         if self.size % tp:
             return f"{tp} heads' GPUs are needed"
         seconds = self.seconds(self.training(self.B * tp, self.T, tp=tp), True, 3)
-        also = f"; tensor {tp}, FSDP2 {self.size // tp}"
-        return self.beside_one(seconds, self.B * self.T, "eager", also)
+        also = f"; tensor {tp}, shards {self.size // tp}"
+        return self.beside_one(seconds, self.B * self.T, "autocast", also)
 
     def context_training(self) -> str:
         step = self.training(1, self.tokens, context=self.context, checkpointing=True)
@@ -234,11 +237,14 @@ class Bench(one_alone.Sizes):
 
 # What is measured on one GPU alone, by the part whose rows need it.
 NEEDS = {
-    "ddp": ("eager",),
-    "fsdp": ("eager", "compiled"),
-    "tensor": ("eager",),
+    "replicas": ("bf16", "autocast"),
+    "shards": ("autocast", "compiled"),
+    "buckets": ("autocast",),
+    "groups": ("autocast",),
+    "tensor": ("autocast",),
     "training": ("recomputed",),
 }
+BUCKETS, GROUPS = (10, 25, 100, 400), (1, 2, 3, 4, 6, 8, 12)
 # What is asked of each of the GPUs, by their number, and what measures it.
 ROWS = {
     "operator": {
@@ -248,12 +254,26 @@ ROWS = {
         "chunk_gla, as many tokens a rank, on paper": ({}, Bench.on_paper),
     },
     "graphs": {"chunk_gla, the tokens cut, in CUDA graphs": ({}, Bench.strong_in_graphs)},
-    "ddp": {"DDP, eager": ({}, Bench.ddp)},
-    "fsdp": {
-        "FSDP2, compiled blocks": ({2: 0.925}, lambda bench: bench.fsdp("compiled")),
-        "FSDP2, eager": ({2: 0.8}, lambda bench: bench.fsdp("eager")),
+    "replicas": {
+        "replicas, bf16 weights": ({2: 0.93, 4: 0.93}, lambda bench: bench.replicas("bf16")),
+        "replicas, autocast": ({2: 0.92, 4: 0.92}, lambda bench: bench.replicas("autocast")),
     },
-    "tensor": {"tensor parallel within FSDP2, eager": ({}, Bench.tensor_training)},
+    "shards": {
+        "shards, eager": ({2: 0.85, 4: 0.85}, lambda bench: bench.shards("autocast")),
+        "shards, compiled blocks": ({}, lambda bench: bench.shards("compiled")),
+    },
+    "buckets": {
+        f"replicas, autocast, buckets of {n} MB": (
+            {},
+            lambda bench, n=n: bench.replicas("autocast", n),
+        )
+        for n in BUCKETS
+    },
+    "groups": {
+        f"shards, groups of {n}": ({}, lambda bench, n=n: bench.shards("autocast", n))
+        for n in GROUPS
+    },
+    "tensor": {"tensor parallel within shards, eager": ({}, Bench.tensor_training)},
     "training": {"context parallel training step": ({2: 0.9}, Bench.context_training)},
 }
 
@@ -263,7 +283,7 @@ def write_page(bench: Bench, path: Path) -> None:
     lines = table(
         f"{bench.size} GPUs beside one ({device}, torch {torch.__version__})",
         f"`python -m torch.distributed.run --standalone --nproc-per-node {bench.size} "
-        "benchmarks/bench_scale.py --markdown PAGE`",
+        f"benchmarks/bench_scale.py {' '.join(sys.argv[1:])}`",
         ["asked", "found"],
         {name: cells for name, *cells in bench.rows},
     )
@@ -274,9 +294,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--markdown", type=Path, help="write the rows there")
     parser.add_argument("--repeats", type=int, default=10, help="measurements (default: 10)")
-    unusual = ("graphs", "ddp", "tensor")  # NCCL may not allow the first
+    unusual = ("graphs", "buckets", "groups", "tensor")  # NCCL may not allow the first
     usual = [name for name in ROWS if name not in unusual]
     parser.add_argument("--only", nargs="+", choices=ROWS, default=usual, help="these rows")
+    parser.add_argument("--rows", type=int, default=8, help="of 2,048 tokens a GPU (default: 8)")
+    parser.add_argument("--size", choices=SIZES, default="374 M", help="model (default: 374 M)")
     parser.add_argument("--small", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--figure", type=Path, help="draw these pages; nothing is run")
     parser.add_argument("--draw", type=Path, default=Path("RESULTS_SCALE.png"), help="where to")

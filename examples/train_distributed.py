@@ -1,4 +1,4 @@
-"""Training on many processes, whole: FSDP2, tensor parallel and context parallel of one model.
+"""Training on many processes, whole: shards, tensor parallel and context parallel of one model.
 
     torchrun --nproc-per-node 2 examples/train_distributed.py [TEXT] [--device cpu]
     torchrun --nproc-per-node 8 examples/train_distributed.py \\
@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from text import command_line, load_text, windows
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from gla_ext.distributed import build_cp_context, tensor_parallel_plan
+from gla_ext.distributed import build_cp_context, shard_model, tensor_parallel_plan
 from gla_ext.model import GLAConfig, GLAForCausalLM
 from gla_ext.serve.text import Bytes
 from gla_ext.train.run_folder import check_nothing_is_lost
@@ -56,15 +55,12 @@ def main() -> None:
     model = GLAForCausalLM(config).to(kind)
     if tp > 1:
         parallelize_module(model, mesh["tp"], tensor_parallel_plan(model, loss_parallel=True))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options = {"mesh": mesh["dp", "cp"]._flatten("dp_cp"), "reshard_after_forward": False}
-    if kind == "cuda":
-        options["mp_policy"] = policy
-    for block in model.model.layers:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    dtype = torch.bfloat16 if kind == "cuda" else None  # of products
+    shards = shard_model(model, mesh["dp", "cp"]._flatten("dp_cp"), param_dtype=dtype)
     context = build_cp_context(None, mesh["cp"].get_group()) if cp > 1 else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(
+        shards.parameters.values(), lr=args.lr, betas=(0.9, 0.95), fused=True
+    )
 
     for step in range(args.steps):
         rows = windows(train, args.batch_size, args.seq_len).to(kind)
@@ -72,6 +68,7 @@ def main() -> None:
         tokens = rows.chunk(cp, 1)[mesh.get_local_rank("cp")]  # and its part of each
         loss = model(tokens, labels=tokens, cp_context=context).loss
         loss.backward()
+        shards.take_gradients()
         optimizer.step()
         optimizer.zero_grad()
         if step % 20 == 0 or step == args.steps - 1:

@@ -34,7 +34,9 @@ def draw(page: str, path: Path) -> None:
     with panels(path, 1, (8.5, 5)) as (figure, (axis,)):
         for name, ratios in rows.items():
             order = sorted(ratios)
-            style = ":" if "FSDP2" in name else "--" if "training" in name else "-"
+            style = (
+                ":" if "shards" in name or "FSDP2" in name else "--" if "training" in name else "-"
+            )
             x, y = map(ticks.index, order), [ratios[W] / W for W in order]
             axis.plot([*x], y, style, marker=".", label=name)
         x, y = map(ticks.index, sorted(paper)), [paper[W] for W in sorted(paper)]

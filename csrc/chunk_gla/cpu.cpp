@@ -16,8 +16,6 @@ void check_nothing_for_backward(const char* op, int64_t bytes) {
                               " bytes");
 }
 
-// Both modes multiply the same operands in the same order, so batch_invariant has nothing to change
-// here.
 ForwardOutputs chunk_gla_fwd_cpu(const ForwardArguments& a) {
   const Shape shape = check_chunk_gla_fwd(a);
   check_nothing_for_backward("chunk_gla",
@@ -25,6 +23,7 @@ ForwardOutputs chunk_gla_fwd_cpu(const ForwardArguments& a) {
   return with_call("chunk_gla", shape, a.cu_seqlens, a.scale, [&](auto& call) -> ForwardOutputs {
     using P = ProblemOf<decltype(call)>;
     call.problem.state_v_first = a.state_v_first;
+    call.problem.past_alone = a.batch_invariant;
     call.tokens_of(&a.q, a.k, a.v, a.g, a.gv);
     call.input_state(&P::h0, a.initial_state);
     at::Tensor o = call.output(&P::o, call.problem.V, a.v, a.v.scalar_type());
@@ -34,6 +33,7 @@ ForwardOutputs chunk_gla_fwd_cpu(const ForwardArguments& a) {
   });
 }
 
+// batch_invariant has nothing to change here: gradients of a token depend on later ones anyway.
 BackwardOutputs chunk_gla_bwd_cpu(const BackwardArguments& a) {
   const Shape shape = check_chunk_gla_bwd(a);
   if (given(a.for_backward)) check_nothing_for_backward("chunk_gla_bwd", a.for_backward->numel());

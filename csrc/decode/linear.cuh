@@ -67,6 +67,13 @@ __device__ __forceinline__ void store_tile(const DecodeLinear& p, const LinearMa
   store_results<T, kAfter>(p, map, first_row, warp, y, added);
 }
 
+// For 8.0 a register would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kRowsMayStay = false;
+#else
+constexpr bool kRowsMayStay = true;
+#endif
+
 template <class T, int kTiles, Before kBefore, After kAfter>
 __global__ void __launch_bounds__(most_threads(kTiles, kBefore))
     linear_kernel(const __grid_constant__ DecodeLinear p) {
@@ -93,7 +100,7 @@ __global__ void __launch_bounds__(most_threads(kTiles, kBefore))
     if (warp == 0) load_residual<T>(p, p.maps[tile.map], tile.first, 0, added);
   // Up to 8 rows stay in registers between the norm and the product; more rows are read again, from
   // L1.
-  constexpr bool kStays = kTiles == 1;
+  constexpr bool kStays = kTiles == 1 && kRowsMayStay;
   const int stride = warps * kChunkColumns;
   RowChunk<T, kBefore> rows;
   if constexpr (kStays) rows.load(p, 0, column);

@@ -9,28 +9,25 @@ namespace recurrent {
 __host__ __device__ inline int padded_keys(int K) { return (K + 7) / 8 * 8; }
 
 struct BufferRow {
-  int64_t slot;  // -1: none
-  int row, run;  // of the batch; of its heads
-  int keys;      // of its key heads
-  int head;
-  bool owns_keys;  // of the heads that share a key head, the first one
-  int held;        // tokens in the buffer, n
-  bool folds;      // they go into the state first
+  int run, row, head;  // run: number among the heads of all rows
+  int slot;            // -1: none
+  int held;            // tokens in the buffer, n
+  bool folds;          // they go into the state first
 
-  __device__ __forceinline__ BufferRow(const Recurrence& p, const Buffers& b, unsigned index) {
-    const auto heads = static_cast<unsigned>(p.H);
-    row = static_cast<int>(index / heads), run = static_cast<int>(index);
-    head = static_cast<int>(index % heads);
-    const int group = p.H / b.HK;
-    keys = row * b.HK + head / group;
-    owns_keys = head % group == 0;
-    slot = p.slots.data != nullptr ? index_at(p.slots, row) : row;
-    if (slot < 0 || slot >= p.slots_in_pool) {
-      slot = -1, held = 0, folds = false;
-      return;
-    }
+  __device__ __forceinline__ BufferRow(const Recurrence& p, const Buffers& b, int index)
+      : run(index), row(index / p.H), head(index % p.H), slot(-1), held(0), folds(false) {
+    const int64_t own = p.slots.data != nullptr ? index_at(p.slots, row) : row;
+    if (own < 0 || own >= p.slots_in_pool) return;
+    slot = static_cast<int>(own);
     held = static_cast<int>(clamp(index_at(b.count, slot), 0, b.L));
     folds = held + p.T > b.L;
+  }
+  // Number of its key head, and whether it is the first of the heads that share it.
+  __device__ __forceinline__ int64_t keys(const Recurrence& p, const Buffers& b) const {
+    return int64_t{row} * b.HK + head / (p.H / b.HK);
+  }
+  __device__ __forceinline__ bool owns_keys(const Recurrence& p, const Buffers& b) const {
+    return head % (p.H / b.HK) == 0;
   }
   // Offset in elements to a new token's row, and to that of a place of the buffer.
   __device__ __forceinline__ int64_t offset(const Rows& r, int t) const {

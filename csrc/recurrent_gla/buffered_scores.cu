@@ -4,143 +4,180 @@
 // If the new tokens do not fit, n = 0 for these, and the buffer's keys are decayed to its end:
 //   k~_j = k_j ⊙ a_{j+1} .. a_{n-1}
 //
-// grid    (row, head), a thread for one key or several
+// grid    (row, head), 256 keys at a time, two a thread
 // reads   q, k, gk [B, T, H | HK, K], v [B, T, HK, V], the buffers [P, L, HK, K | V]
 // writes  A [B, H, T, 16], q^ [B, H, T, Kp], k~ and their decay, the new tokens to the buffers, and
 //         before that the v that they replace in a fold
 // Decays are running products, exact at a reset; everything is fp32. The next kernel starts at
 // once.
 #include "buffered.cuh"
+#include "cuda/device/launch.cuh"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
+#include "cuda/sm90/tiles/ptx.cuh"
 #include "drafts.cuh"
 
 namespace gla_ext::cuda {
 namespace recurrent {
 namespace {
 
-// k and the decays of one key channel, for every place of a buffer.
-struct Channel {
-  float k[kMostBuffered], a[kMostBuffered];
+constexpr int kScoreThreads = 128, kScoreKeys = 2 * kScoreThreads;  // of a block at a time
+constexpr int kScoreWarps = kScoreThreads / 32;
 
-  // The first `held` places of the buffer and, behind them, `added` new tokens.
-  __device__ __forceinline__ void load(const Recurrence& p, const Buffers& b, const BufferRow& row,
-                                       int held, int added, int key) {
-    uint32_t k_bits[kMostBuffered], g_bits[kMostBuffered];
-#pragma unroll
-    for (int j = 0; j < kMostBuffered; ++j) {
-      const bool old = j < held, there = key < p.K && j < held + added;
-      const Rows &from_k = old ? b.k : p.k, &from_g = old ? b.g : p.gk;
-      const int64_t of_k = old ? row.buffer_offset(b.k, j) : row.offset(p.k, j - held);
-      const int64_t of_g =
-          old ? row.buffer_offset(b.g, j) + key : row.offset(p.gk, j - held) + p.gk_step * key;
-      k_bits[j] = load_bits(from_k, of_k + key, there);
-      g_bits[j] = load_bits(from_g, of_g, there && from_g.data != nullptr);
+// Neighbouring key channels; a thread has two.
+struct Pair {
+  float x, y;
+};
+
+// A tensor's rows for every place of a buffer in shared memory, in the format of memory.
+template <class T>
+struct Places {
+  T rows[kMostBuffered][kScoreKeys];
+
+  __device__ __forceinline__ Pair pair(int j) const {
+    const T* at = &rows[j][2 * threadIdx.x];
+    if constexpr (sizeof(T) == 4) {
+      const float2 y = *reinterpret_cast<const float2*>(at);
+      return {y.x, y.y};
+    } else {
+      const uint32_t word = *reinterpret_cast<const uint32_t*>(at);
+      return {element_of<T>(&word, 0), element_of<T>(&word, 1)};
     }
+  }
+  // Copies channels from `first` on of the first `held` tokens of the buffer and of `added` new
+  // ones behind them. step: from a new token's channel to the next. Channels beyond K are 0, or
+  // have none of their pair.
+  __device__ __forceinline__ void copy(const BufferRow& row, const Rows& buffer, const Rows& tokens,
+                                       int step, int held, int added, int first, int K) {
+    constexpr int kEach = 16 / sizeof(T), kOfToken = kScoreKeys / kEach;
+    const bool fast = K % kEach == 0 && buffer.aligned &&
+                      (added == 0 || (step == 1 && tokens.aligned && tokens.data != nullptr));
+    if (fast) {
+#pragma unroll 2
+      for (int i = threadIdx.x; i < (held + added) * kOfToken; i += kScoreThreads) {
+        const int j = i / kOfToken, c = i % kOfToken * kEach;
+        const bool old = j < held;
+        const T* from = old ? static_cast<const T*>(buffer.data) + row.buffer_offset(buffer, j)
+                            : static_cast<const T*>(tokens.data) + row.offset(tokens, j - held);
+        if (first + c < K) sm90::copy16(sm90::shared_address(&rows[j][c]), from + first + c, true);
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (held + added) * kScoreThreads; i += kScoreThreads) {
+      const int j = i / kScoreThreads;
+      const bool old = j < held;
 #pragma unroll
-    for (int j = 0; j < kMostBuffered; ++j) {
-      k[j] = value_of(k_bits[j], b.k.dtype);
-      a[j] = decay_of(value_of(g_bits[j], b.g.dtype));
+      for (int e = 0; e < 2; ++e) {
+        const int c = 2 * threadIdx.x + e;
+        const T* from =
+            old ? static_cast<const T*>(buffer.data) + row.buffer_offset(buffer, j) + first + c
+                : static_cast<const T*>(tokens.data) + row.offset(tokens, j - held) +
+                      step * (first + c);
+        const bool there = first + c < K && (old || tokens.data != nullptr);
+        rows[j][c] = there ? *from : from_float<T>(0.f);
+      }
+    }
+  }
+  // Writes this thread's channels of place j to the row `to` of the buffer.
+  __device__ __forceinline__ void store(T* to, int j, int first, int K) const {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int c = 2 * threadIdx.x + e;
+      if (first + c < K) to[first + c] = rows[j][c];
     }
   }
 };
 
-// k~ of one key channel, and the decay of all tokens. Places without a token have k = 0 and a = 1.
-__device__ __forceinline__ void store_fold_keys(const Recurrence& p, const Buffers& b,
-                                                const BufferRow& row, const Channel& channel,
-                                                int key) {
-  const int Kp = padded_keys(p.K);
-  if (key >= Kp) return;
-  float x[kFoldPitch]{}, w = 1;
-#pragma unroll
-  for (int j = kMostBuffered - 1; j >= 0; --j) {
-    x[j] = w * channel.k[j];
-    w *= channel.a[j];
-  }
-  x[kMostBuffered] = w;
-  if (p.state_v_first) {
-    float* to = b.keys + int64_t{row.keys} * kFoldRows * Kp + key;
-#pragma unroll
-    for (int j = 0; j < kFoldRows; ++j) to[j * Kp] = x[j];
-  } else {
-    float* to = b.keys + (int64_t{row.keys} * Kp + key) * kFoldPitch;
-#pragma unroll
-    for (int j = 0; j < kFoldPitch; j += 4)
-      *reinterpret_cast<float4*>(to + j) = make_float4(x[j], x[j + 1], x[j + 2], x[j + 3]);
-  }
-}
-
-// Copies an element of a row as it is.
-__device__ __forceinline__ void copy_element(const Rows& to, int64_t i, const Rows& from,
-                                             int64_t of) {
-  if (to.dtype == DType::kFloat)
-    static_cast<uint32_t*>(to.data)[i] = load_bits(from, of, from.data != nullptr);
-  else
-    static_cast<uint16_t*>(to.data)[i] =
-        static_cast<uint16_t>(load_bits(from, of, from.data != nullptr));
-}
-
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads)
+template <class In, class Gate>
+__global__ void __launch_bounds__(kScoreThreads, 8)
     buffered_scores_kernel(const __grid_constant__ Recurrence p,
                            const __grid_constant__ Buffers b) {
-  constexpr int kWarpsOfBlock = kThreads / 32;
-  __shared__ float s_parts[kMostBuffered][kWarpsOfBlock][kMostBuffered];
+  __shared__ __align__(16) Places<In> k;
+  __shared__ __align__(16) Places<Gate> g;
+  __shared__ float s_parts[kMostBuffered][kScoreWarps][kMostBuffered];
   sm90::release_next_kernel();
   const BufferRow row(p, b, blockIdx.x);
   if (row.slot < 0) return;
-  const int T = static_cast<int>(p.T), first_place = row.folds ? 0 : row.held;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, Kp = padded_keys(p.K);
+  const int T = static_cast<int>(p.T), held = row.folds ? 0 : row.held, Kp = padded_keys(p.K);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool owns = row.owns_keys(p, b);
 #pragma unroll 1
-  for (int first = 0; first < Kp; first += kThreads) {
-    const int key = first + static_cast<int>(threadIdx.x);
-    Channel channel;
-    if (row.folds && row.owns_keys) {
-      channel.load(p, b, row, row.held, 0, key);
-      store_fold_keys(p, b, row, channel, key);
+  for (int first = 0; first < Kp; first += kScoreKeys) {
+    const int key = first + 2 * static_cast<int>(threadIdx.x);
+    const bool there = key < p.K;
+    const auto query = [&](int t) {
+      const In* q = static_cast<const In*>(p.q.data) + row.offset(p.q, t) + key;
+      return Pair{there ? p.scale * to_float(q[0]) : 0.f,
+                  key + 1 < p.K ? p.scale * to_float(q[1]) : 0.f};
+    };
+    const auto copy = [&](int old, int added) {
+      k.copy(row, b.k, p.k, 1, old, added, first, p.K);
+      g.copy(row, b.g, p.gk, p.gk_step, old, added, first, p.K);
+      sm90::commit_copies();
+      sm90::wait_for_copies<0>();
+      __syncthreads();  // the tokens are there
+    };
+    if (row.folds && owns) {
+      copy(row.held, 0);
+      float* to = b.keys + row.keys(p, b) * kFoldRows * Kp + key;
+      Pair w{1, 1};
+#pragma unroll 4
+      for (int j = kMostBuffered - 1; j >= 0; --j) {
+        Pair x{0, 0};
+        if (j < row.held && there) {
+          const Pair k_j = k.pair(j), g_j = g.pair(j);
+          x = {w.x * k_j.x, w.y * k_j.y};
+          w = {w.x * decay_of(g_j.x), w.y * decay_of(g_j.y)};
+        }
+        if (key < Kp) *reinterpret_cast<float2*>(to + j * Kp) = make_float2(x.x, x.y);
+      }
+      if (key < Kp) *reinterpret_cast<float2*>(to + kMostBuffered * Kp) = make_float2(w.x, w.y);
+      __syncthreads();  // the tokens have been read
     }
-    channel.load(p, b, row, first_place, T, key);
+    Pair q = query(0);
+    copy(held, T);
 #pragma unroll 1
     for (int t = 0; t < T; ++t) {
-      float w = p.scale * value_of(load_bits(p.q, row.offset(p.q, t) + key, key < p.K), p.q.dtype);
+      Pair w = q;
+      if (t + 1 < T) q = query(t + 1);
       float x[kMostBuffered];
 #pragma unroll
       for (int j = kMostBuffered - 1; j >= 0; --j) {
-        const bool earlier = j <= first_place + t;
-        x[j] = earlier ? w * channel.k[j] : 0.f;
-        if (earlier) w *= channel.a[j];
+        x[j] = 0;
+        if (j > held + t || !there) continue;
+        const Pair k_j = k.pair(j), g_j = g.pair(j);
+        x[j] = fmaf(w.y, k_j.y, w.x * k_j.x);
+        w = {w.x * decay_of(g_j.x), w.y * decay_of(g_j.y)};
       }
-      if (key < p.K) b.queries[(int64_t{row.run} * T + t) * Kp + key] = w;
+      if (key < Kp)
+        *reinterpret_cast<float2*>(b.queries + (int64_t{row.run} * T + t) * Kp + key) =
+            make_float2(w.x, w.y);
       const float sum = sums_of_warp(x);
       if (lane % 2 == 0) {
         float& part = s_parts[t][warp][lane / 2];
         part = first == 0 ? sum : part + sum;
       }
-    }
-    if (row.owns_keys && key < p.K) {
-      for (int t = 0; t < T; ++t) {
-        copy_element(b.k, row.buffer_offset(b.k, first_place + t) + key, p.k,
-                     row.offset(p.k, t) + key);
-        copy_element(b.g, row.buffer_offset(b.g, first_place + t) + key, p.gk,
-                     row.offset(p.gk, t) + p.gk_step * key);
+      if (owns) {
+        const int place = held + t;
+        k.store(static_cast<In*>(b.k.data) + row.buffer_offset(b.k, place), place, first, p.K);
+        g.store(static_cast<Gate*>(b.g.data) + row.buffer_offset(b.g, place), place, first, p.K);
       }
     }
+    __syncthreads();  // the tokens have been read, and every warp's parts are written
   }
-  if (row.owns_keys) {
-    for (int value = threadIdx.x; value < p.V; value += kThreads)
-      for (int t = 0; t < T; ++t) {
-        const int64_t place = row.buffer_offset(b.v, first_place + t) + value;
-        if (row.folds && t < row.held)
-          b.values[(int64_t{row.keys} * T + t) * p.V + value] =
-              value_of(load_bits(b.v, place, true), b.v.dtype);
-        copy_element(b.v, place, p.v, row.offset(p.v, t) + value);
-      }
-  }
-  __syncthreads();  // every warp's parts are written
-  for (int i = threadIdx.x; i < T * kMostBuffered; i += kThreads) {
+  for (int i = threadIdx.x; i < T * kMostBuffered; i += kScoreThreads) {
     const int t = i / kMostBuffered, j = i % kMostBuffered;
     float sum = s_parts[t][0][j];
-    for (int w = 1; w < kWarpsOfBlock; ++w) sum += s_parts[t][w][j];
+#pragma unroll
+    for (int w = 1; w < kScoreWarps; ++w) sum += s_parts[t][w][j];
     b.scores[int64_t{row.run} * T * kMostBuffered + i] = sum;
+  }
+  if (!owns || !row.folds) return;
+  const int replaced = T < row.held ? T : row.held;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < replaced * p.V; i += kScoreThreads) {
+    const int64_t place = row.buffer_offset(b.v, i / p.V) + i % p.V;
+    b.values[row.keys(p, b) * T * p.V + i] = to_float(static_cast<const In*>(b.v.data)[place]);
   }
 }
 
@@ -148,11 +185,14 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace recurrent
 
 void recurrent_buffered_scores(const Recurrence& p, const Buffers& buffers, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(p.B * p.H);
-  if (p.K <= 256)
-    recurrent::buffered_scores_kernel<256><<<blocks, 256, 0, stream>>>(p, buffers);
-  else
-    recurrent::buffered_scores_kernel<512><<<blocks, 512, 0, stream>>>(p, buffers);
+  with_dtype(p.k.dtype, [&](auto in) {
+    with_dtype(buffers.g.dtype, [&](auto gate) {
+      using In = typename decltype(in)::type;
+      using Gate = typename decltype(gate)::type;
+      recurrent::buffered_scores_kernel<In, Gate>
+          <<<static_cast<unsigned>(p.B * p.H), recurrent::kScoreThreads, 0, stream>>>(p, buffers);
+    });
+  });
 }
 
 }  // namespace gla_ext::cuda

@@ -117,7 +117,7 @@ class RecurrentCall : Launch {
     input(b.g, a.buffer_g);
     input(b.count, a.count);
     float** parts[]{&b.scores, &b.queries, &b.keys, &b.values};
-    const int64_t sizes[]{B * p.H * T * kMostBuffered, B * p.H * T * Kp, B * HK * Kp * kFoldPitch,
+    const int64_t sizes[]{B * p.H * T * kMostBuffered, B * p.H * T * Kp, B * HK * kFoldRows * Kp,
                           B * HK * T * p.V};
     const int64_t total = std::accumulate(std::begin(sizes), std::end(sizes), int64_t{0});
     float* next = hold(at::empty({total}, options_.dtype(at::kFloat))).mutable_data_ptr<float>();
@@ -266,6 +266,8 @@ at::Tensor buffered_step_cuda(const BufferedStep& a) {
   TORCH_CHECK_NOT_IMPLEMENTED(a.buffer_k.size(1) <= kMostBuffered, op,
                               ": expected L, the tokens of ", "a buffer, to be at most ",
                               kMostBuffered, " on CUDA, got ", a.buffer_k.size(1));
+  TORCH_CHECK_NOT_IMPLEMENTED(a.state.size(0) <= kMaxBlocks, op, ": expected at most ", kMaxBlocks,
+                              " slots on CUDA, got ", a.state.size(0));
   RecurrentCall call(op, shape, a.q, a.scale);
   Recurrence& p = call.p;
   p.state_v_first = a.state_v_first;

@@ -90,13 +90,13 @@ struct Buffers {
   int32_t HK = 0, L = 0;
   float* scores = nullptr;   // [B, H, T, kMostBuffered]
   float* queries = nullptr;  // [B, H, T, Kp], q decayed to the state
-  // Of rows whose buffer is folded: its keys decayed to its end, and their decay, [kFoldRows, Kp],
-  // or [Kp, kFoldPitch] for [K, V] states; and v of the places that new tokens take, [T, V].
-  float* keys = nullptr;    // [B, HK, ..]
+  // Of rows whose buffer is folded: its keys decayed to its end, and behind them their decay; and v
+  // of the places that new tokens take.
+  float* keys = nullptr;    // [B, HK, kFoldRows, Kp]
   float* values = nullptr;  // [B, HK, T, V]
 };
 constexpr int kMostBuffered = 16;
-constexpr int kFoldRows = kMostBuffered + 1, kFoldPitch = kMostBuffered + 4;
+constexpr int kFoldRows = kMostBuffered + 1, kFoldPitch = kMostBuffered + 2;
 
 // q k v gk state_in and the buffers -> o, the buffers and, of rows whose buffer is full, state_out.
 // overlaps: the second kernel may start while the first still runs.

@@ -13,6 +13,7 @@ from gla_ext.ops.buffered import recurrent_gla_buffered_step_
 from gla_ext.ops.chunk import (
     batch_invariant,
     chunk_gla,
+    chunk_gla_step,
     fused_chunk_gla,
     in_mode_of_now,
     is_batch_invariant,
@@ -50,6 +51,7 @@ __all__ = [
     "check_inputs",
     "chunk_gla",
     "chunk_gla_",
+    "chunk_gla_step",
     "chunk_lightning_attn",
     "chunk_linear_attn",
     "chunk_retention",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gla_ext._chunks import CHUNK
 from gla_ext.ops._checks import OFF, check_scale, wide_state, without_last_of_one
 from gla_ext.ops._context import context_of
 from gla_ext.ops._door import at_once, form_of, on_shards, when_read
@@ -39,6 +40,9 @@ _mode = _Mode()
 @contextlib.contextmanager
 def batch_invariant(enabled: bool = True) -> Iterator[None]:
     """While active, a sequence gets the same bits alone, in a batch, or packed with others.
+
+    On a CPU the outputs of `chunk_gla` and `chunk_gla_` then depend on earlier tokens alone, bit
+    for bit: see `gla_ext.ops.chunk_gla_step`.
 
     The plan of such a call depends only on K, V and the dtypes. Backward uses the mode of its
     forward, and so does the recomputation of the language models' activation checkpointing. If you
@@ -180,6 +184,60 @@ def chunk_gla(
 
 
 fused_chunk_gla = chunk_gla
+
+
+def chunk_gla_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float | None = None,
+    boundary_state: Tensor | None = None,
+    state_v_first: bool = False,
+    *,
+    gv: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Decodes with the bits of one `chunk_gla` call over the whole sequence in `batch_invariant()`.
+
+    It keeps the state after the last multiple of 64 tokens, and k, v and the gates of the tokens
+    since then, and computes them as a chunk again, on a CPU with equal bits: see
+    [Numerics](../numerics.md#a-tokens-past). A token so costs up to a chunk of 64, not one update
+    of the state. On CUDA results differ by rounding.
+
+    Args:
+        q: of the newest tokens, `[B, M, H, K]`.
+        k, v, g, gv: of all N tokens since the last multiple of 64 tokens, as in `chunk_gla`. M and
+            N are 1 to 64, and M is at most N.
+        boundary_state: the state after that multiple of 64 tokens, as initial_state in `chunk_gla`;
+            float32 (float64 with float64 q) for equal bits. Default: zero.
+        scale, state_v_first: as in `chunk_gla`.
+
+    Returns:
+        o of the newest tokens, `[B, M, H, V]`, and the boundary_state of the next call: with N of
+        64 a new one, after which the next call starts without these tokens.
+
+    Raises the errors of `chunk_gla`. Also raises ValueError for other M and N.
+
+    Example:
+        >>> q, k, g, v = (torch.randn(1, 100, 2, d) for d in (16, 16, 16, 32))
+        >>> g, state, first = -g.abs(), None, 0
+        >>> for t in range(100):
+        ...     since = [x[:, first : t + 1] for x in (k, v, g)]
+        ...     o, state = gla_ext.ops.chunk_gla_step(
+        ...         q[:, t : t + 1], *since, boundary_state=state)
+        ...     first = (t + 1) // 64 * 64
+    """
+    newest, tokens = q.shape[1], k.shape[1]
+    if not 1 <= newest <= tokens <= CHUNK:
+        raise ValueError(
+            f"chunk_gla_step: expected q of 1 or more of the tokens of k, and k of at most {CHUNK} "
+            f"tokens, got {newest} and {tokens}"
+        )
+    ends = tokens == CHUNK
+    q = torch.nn.functional.pad(q, (0, 0, 0, 0, tokens - newest, 0))
+    with batch_invariant():
+        o, state = chunk_gla(q, k, v, g, scale, boundary_state, ends, state_v_first, gv=gv)
+    return o[:, tokens - newest :], state if ends else boundary_state
 
 
 def _check_offsets(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor | None, T: int) -> None:

@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         from gla_ext.serve.http import Options, serve
     except ModuleNotFoundError as error:
-        sys.exit(f"{PROGRAM}: {error}; 'pip install starlette uvicorn' brings it")
+        sys.exit(f"{PROGRAM}: {error}; 'pip install safetensors starlette uvicorn' brings it")
     with in_a_sentence(PROGRAM):
         engine = _engine(args)
     name = args.name or args.model.resolve().name

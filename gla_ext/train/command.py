@@ -54,7 +54,7 @@ def _processes(given: dict[str, Any]) -> Parallel:
     """This process alone, or this process together with the others that torchrun started."""
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return Parallel()
-    from gla_ext.train.processes import Processes  # imports for half a second
+    from gla_ext.train.ranks.processes import Processes  # imports for half a second
 
     device = given.get("device", "auto")
     return Processes(default_device() if device == "auto" else device)

@@ -65,16 +65,18 @@ def train(trainer: Trainer, options: Options, signals: StopSignals) -> dict[str,
         while trainer.step < trainer.settings.steps:
             if trainer.step > 0 and trainer.step % trainer.eval_every == 0:
                 _evaluate(trainer, log, signals)
-            if not signals.stopped():
+            stops = signals.stopped()  # once a step, as the processes ask each other
+            if not stops:
                 start = time.perf_counter()
                 trainer.update()
                 log.update(start)
             if log.reads and checked < trainer.step:
                 _check(trainer, checked, options, saver)
                 checked = trainer.step
-            if saver.is_due() or signals.stopped():
+            if stops or saver.is_due():
                 saver.save()
-            signals.check()
+            if stops:
+                raise Interrupted
     if trainer.step not in dict(trainer.evaluations):
         print("Evaluating on the held-out text ...", flush=True)
     _evaluate(trainer, log, signals)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 
 def optimizer_of(
-    model: nn.Module,
+    parameters: Iterable[Tensor],
     lr: float,
     weight_decay: float,
     graph_on: torch.device | None = None,
@@ -21,8 +21,9 @@ def optimizer_of(
     graph_on is the device on which the optimizer's step may be recorded in a CUDA graph; the
     learning rate is then a tensor there. Default: None (the rate is a number).
     """
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    parameters = list(parameters)
+    matrices = [p for p in parameters if p.ndim >= 2]
+    vectors = [p for p in parameters if p.ndim < 2]
     decays = ((matrices, weight_decay), (vectors, 0.0))
     groups = [{"params": params, "weight_decay": decay} for params, decay in decays]
     rate: float | Tensor = lr

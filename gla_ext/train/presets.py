@@ -17,6 +17,7 @@ from gla_ext.train.flags import FlagParser, check_at_least, flag, flag_of, switc
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SCHEDULES = ("linear", "cosine", "warmup-stable-decay")
 WATCHERS = ("tensorboard", "wandb")
+PARALLEL = ("auto", "replicate", "shard", "hybrid")
 _OUT = Path("runs/gla-bytes")
 
 
@@ -172,6 +173,12 @@ class Options:
     )
     skip_bad: bool = switch(
         False, "go on after updates whose loss is no number or a spike, which are left out"
+    )
+    parallel: str = flag(
+        "auto",
+        "how several processes have the weights: each whole, each a part, or parts within a node "
+        "and copies over nodes; auto is replicate where that fits",
+        choices=PARALLEL,
     )
     tensor_parallel: int = flag(1, "processes that share each layer's heads and channels")
     context_parallel: int = flag(1, "processes that share each window's tokens")

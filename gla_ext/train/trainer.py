@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
 from gla_ext.model import GLAForCausalLM
 from gla_ext.model.checkpoint import read_tensors
@@ -26,7 +25,7 @@ from gla_ext.model.weights import reset_convolutions
 from gla_ext.train.data import Corpus
 from gla_ext.train.graph import GraphedUpdate, check_graph
 from gla_ext.train.optimizer import optimizer_of
-from gla_ext.train.parallel import ONE_PROCESS, Parallel, under
+from gla_ext.train.parallel import ONE_PROCESS, Parallel, Whole, under
 from gla_ext.train.presets import DTYPES, Settings
 from gla_ext.train.segments import SegmentedLoss, forward, pack_rows
 from gla_ext.train.tokens.corpus import TokenCorpus
@@ -83,10 +82,14 @@ class Trainer:
         self.documents = rows * batches.most_documents() if settings.packed else 0
         torch.manual_seed(settings.seed)
         self.model = self.make_model().to(device)
-        self.loss = parallel.prepare(self.model, self._loss, DTYPES[settings.dtype], compiled)
+        self.weights = parallel.prepare(self.model, settings, compiled)
+        compiled &= self.weights.one_graph
+        self.loss = (
+            torch.compile(self._loss, fullgraph=True, dynamic=False) if compiled else self._loss
+        )
         graph_on = device if cuda_graph else None
         rates = (settings.lr, settings.weight_decay, graph_on, settings.betas)
-        self.optimizer = optimizer_of(self.model, *rates)
+        self.optimizer = optimizer_of(self.weights.parameters.values(), *rates)
         self.segmented = self._segmented_loss(compiled, cuda_graph)
         # One graph for a window's first step, which starts from a zero state, and one for the
         # others.
@@ -116,7 +119,7 @@ class Trainer:
     def start_from(self, tensors: dict[str, Tensor]) -> None:
         """Takes the weights of another model, of the names of `model_tensors`."""
         tensors = {f"model.{name}": x for name, x in tensors.items()}
-        self.parallel.restore(self.model, self.optimizer, tensors, None)
+        self.weights.restore(self.optimizer, tensors, None)
 
     @property
     def eval_every(self) -> int:
@@ -152,14 +155,16 @@ class Trainer:
         settings say; returns its loss, the norm of its gradient, and whether it was bad.
         """
         total, passes = 0.0, self.settings.passes
-        for batch in zip(inputs.chunk(passes), targets.chunk(passes), strict=True):
-            if self.segmented is None:
-                loss = self.loss(*batch) / passes
-            else:
-                loss = self.segmented(self.step, *batch) / passes
-            loss.backward()
+        batches = zip(inputs.chunk(passes), targets.chunk(passes), strict=True)
+        for number, batch in enumerate(batches, start=1):
+            with self.weights.part(last=number == passes):
+                if self.segmented is None:
+                    loss = self.loss(*batch) / passes
+                else:
+                    loss = self.segmented(self.step, *batch) / passes
+                loss.backward()
             total += loss.detach()
-        norm = self.parallel.whole(clip_grad_norm_(self.model.parameters(), self.max_norm))
+        norm = self.weights.clip(self.max_norm)
         loss = self.parallel.mean(total).float()
         good = loss.isfinite() & norm.isfinite() & (loss <= self.limit)
         self.optimizer.found_inf = 1 - good.float()  # with it the fused step leaves all as it is
@@ -170,7 +175,7 @@ class Trainer:
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy of a batch, int64 `[B, T]` each, in nats per token."""
         with self._autocast():
-            logits = self.model(inputs, **self.parallel.arguments).logits
+            logits = self.weights.module(inputs, **self.parallel.arguments).logits
         return _cross_entropy(logits, targets)
 
     def _segmented_loss(self, compiled: bool, in_place: bool) -> SegmentedLoss | None:
@@ -178,9 +183,8 @@ class Trainer:
         segments = self.settings.segments
         if segments == 1 and not self.documents:
             return None
-        compiled &= self.parallel.size == 1  # else its blocks are
         options = (self.documents, compiled, self._autocast, in_place, self.corpus.document_start)
-        return SegmentedLoss(self.model, _cross_entropy, segments, *options)
+        return SegmentedLoss(self.weights.module, _cross_entropy, segments, *options)
 
     def recent_loss(self, steps: int = 20) -> float:
         """Mean training loss of the last steps, in bits per byte; NaN before the first step."""
@@ -194,7 +198,8 @@ class Trainer:
 
     def has_finite_weights(self) -> bool:
         """Whether all weights are numbers."""
-        return all(self.parallel.whole(p.isfinite().all()) for p in self.model.parameters())
+        whole = all(p.isfinite().all() for p in self.weights.parameters.values())
+        return not self.parallel.largest(int(not whole))
 
     def best_evaluation(self) -> tuple[int, float]:
         """Step and bits per byte of the lowest evaluation so far."""
@@ -216,7 +221,7 @@ class Trainer:
         self.model.eval()
         states, bits, count = None, 0.0, 0
         size, document_start = self.evaluation_segment, self.corpus.document_start
-        with self.parallel.evaluating(self.model):
+        with self.weights.evaluating():
             for start in range(0, len(self.held_out) - 1, size):
                 if should_stop():
                     return None
@@ -256,15 +261,16 @@ class Trainer:
         here. Sharded tensors are in a folder next to it.
         """
         self.snapshot()(Path(path))
+        self.parallel.largest(0)  # which waits for the first process, the one that writes the file
 
     def snapshot(self) -> Callable[[Path], None]:
-        """A function that writes what `save` does, of this moment, to a path; one process may go on
-        with updates meanwhile.
+        """A function that writes what `save` does, of this moment, to a path, to be called on all
+        processes; they may go on with updates meanwhile.
         """
         tensors = {"losses": self._mean_losses()[: self.step]}
         if self.segmented is not None:
             for name, x in self.segmented.tensors(self.step).items():
-                tensors[f"segments.{name}"] = x
+                tensors[f"segments.{name}"] = self.parallel.all_rows(x)
         metadata = {
             "format": _FORMAT,
             "step": self.step,
@@ -273,7 +279,7 @@ class Trainer:
             "corpus": self.fingerprint,
             "evaluations": list(self.evaluations),
         }
-        return self.parallel.snapshot(self.model, self.optimizer, tensors, metadata)
+        return self.weights.snapshot(self.optimizer, tensors, metadata)
 
     def _mean_losses(self) -> Tensor:
         return self.parallel.mean(self.losses).float()
@@ -281,8 +287,8 @@ class Trainer:
     def consolidated(self) -> Trainer:
         """A copy for one process, with the whole model, on the first of the run's processes."""
         whole = copy.copy(self)
-        whole.model, whole.losses = self.parallel.gather(self.model), self._mean_losses()
-        whole.parallel = ONE_PROCESS
+        whole.model, whole.losses = self.weights.gather(), self._mean_losses()
+        whole.parallel, whole.weights = ONE_PROCESS, Whole(whole.model)
         return whole
 
     def load(self, path: str | Path) -> None:
@@ -312,9 +318,12 @@ class Trainer:
                 f"({metadata['corpus'][:12]})"
             )
         folder = metadata.get("sharded") and Path(path).parent / metadata["sharded"]
-        self.parallel.restore(self.model, self.optimizer, tensors, folder)
+        self.weights.restore(self.optimizer, tensors, folder)
         if self.segmented is not None:
-            self.segmented.load(under("segments.", tensors), self.device)
+            states = {
+                name: self.parallel.own_rows(x) for name, x in under("segments.", tensors).items()
+            }
+            self.segmented.load(states, self.device)
         for graph in self.graphs:
             graph.reset()  # its tensors have been replaced
         self.step = metadata["step"]
@@ -327,7 +336,7 @@ class Trainer:
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = DTYPES[self.settings.dtype]
-        enabled = self.parallel.autocasts and dtype != torch.float32
+        enabled = self.weights.autocasts and dtype != torch.float32
         return torch.autocast(self.device.type, dtype, enabled=enabled)
 
 

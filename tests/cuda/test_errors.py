@@ -6,7 +6,7 @@ import torch
 from common import BAD_OFFSETS, PACKED_LENGTHS, make_inputs, ours
 from recurrence import chunked, make_recurrence
 
-from gla_ext import chunk_gla, recurrent_gla_step_
+from gla_ext import chunk_gla, recurrent_gla_buffered_step_, recurrent_gla_step_
 
 pytestmark = pytest.mark.cuda
 
@@ -42,6 +42,22 @@ def test_head_sizes_beyond_1024():
             recurrence.ours(x)
         with refuse(r"recurrent_gla_step_: .*1024.*1025"):
             recurrent_gla_step_(x.q, x.k, x.v, x.gk, x.gv, state=x.initial_state)
+
+
+def test_slots_and_buffers_beyond_the_kernels():
+    pool = torch.empty(2**31, 1, 1, 1, dtype=BF16, device="cuda")
+    zero = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def step(pool, buffer):
+        buffers = dict.fromkeys(("buffer_k", "buffer_v", "buffer_g"), buffer)
+        pools = {"state": pool, "slots": zero, "count": zero.expand(len(pool)), **buffers}
+        recurrent_gla_buffered_step_(*[pool[:1]] * 4, **pools)
+
+    name = "recurrent_gla_buffered_step_: expected"
+    with refuse(f"{name} at most 2147483647 slots on CUDA, got 2147483648"):
+        step(pool, pool)
+    with refuse(f"{name} L, the tokens of a buffer, to be at most 16 on CUDA, got 17"):
+        step(pool[:3], pool[:51].view(3, 17, 1, 1))
 
 
 def test_heads_beyond_32_bits_of_stride():

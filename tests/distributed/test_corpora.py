@@ -30,10 +30,10 @@ def run_from(group, data, path, first, last, sizes):
     """Goes on from a step with the checkpoint at path, to another step, and saves there; the rows
     of the last step that are this rank's, and the losses.
     """
-    from gla_ext.train.processes import Processes
+    from gla_ext.train.ranks.processes import Processes
 
     settings, parallel = Settings(**SIZES), Processes("cpu")
-    parallel.lay_out(settings, Options(device="cpu", **sizes))
+    parallel.lay_out(settings, Options(**{"parallel": "shard", "device": "cpu"} | sizes))
     trainer = Trainer(settings, open_corpus(data, parallel.size), CPU, parallel=parallel)
     return go_on(trainer, path, first, last)
 
@@ -68,7 +68,10 @@ def assert_goes_on(data, path, legs):
 
 
 def test_another_number_of_processes_goes_on_at_the_very_sample(pool, data, tmp_path):
+    """Also of another kind."""
     legs = [(pool, {}), (None, {}), (pool, {"tensor_parallel": 2})]
+    assert_goes_on(data, tmp_path / "checkpoint.safetensors", legs)
+    legs = [(pool, {}), (pool, {"parallel": "replicate"}), (pool, {})]
     assert_goes_on(data, tmp_path / "checkpoint.safetensors", legs)
 
 
@@ -76,7 +79,7 @@ def test_another_number_of_processes_goes_on_at_the_very_sample(pool, data, tmp_
 def test_two_and_three_processes(data, tmp_path):
     two, three = Pool(2), Pool(3)
     try:
-        legs = [(two, {}), (three, {}), (None, {})]
+        legs = [(two, {}), (three, {}), (three, {"parallel": "replicate"}), (None, {})]
         assert_goes_on(data, tmp_path / "checkpoint.safetensors", legs)
     finally:
         two.stop()

@@ -238,6 +238,9 @@ def make_functions():
             attend(ops.fused_recurrent_lightning_attn, 1, 2), *heads
         ),
         "fused_recurrent_linear_attn": (attend(ops.fused_recurrent_linear_attn), *heads),
+        "chunk_gla_step": (
+            lambda q, k, v, state, g: ops.chunk_gla_step(q[:, 5:], k, v, g, None, state)[0], *gated
+        ),
         "chunk_linear_attn": (
             normalised, (*heads[0], normal(2, 1, 4, 8)), (*heads[1], 2)
         ),
@@ -353,7 +356,8 @@ def test_each_public_function_is_here():
     functions = {name for name in gla_ext.ops.__all__ if not name.startswith("fused_chunk")}
     others = {"batch_invariant", "check_inputs", "in_mode_of_now", "is_batch_invariant"}
     others |= {"keeps_for_backward", "lightning_decay", "retention_decay"}
-    others |= {"chunk_gla_", "short_convolution_"}  # refused: see test_sharding.py
+    # Refused: see test_sharding.py.
+    others |= {"chunk_gla_", "recurrent_gla_buffered_step_", "short_convolution_"}
     mentioned = inspect.getsource(make_functions) + inspect.getsource(step_verify_and_commit)
     mentioned += inspect.getsource(normalised)
     assert {name for name in functions - others if name not in mentioned} == set()

@@ -60,7 +60,7 @@ def assert_one_process_s(answers, expected, bound):
 
 def run_training(group, heading, dp, cp, tp):
     """The mean loss and the gradients of a section's recipe, of one rank's rows and tokens."""
-    dtype = torch.float32 if heading == "FSDP2" else torch.float64
+    dtype = torch.float32 if heading == "Shards" else torch.float64
     model, rank = make_model(dtype, **OPTIONS).train(), dist.get_rank()
     rows = make_ids(B=4, T=24).chunk(dp)[rank // (cp * tp)]
     my_tokens = rows.chunk(cp, 1)[rank // tp % cp]
@@ -74,7 +74,12 @@ def run_training(group, heading, dp, cp, tp):
     def mean(gradient):
         return all_sum(gradient, group.group_name) / cp
 
-    return loss, gradients(model, mean if heading == "Context parallel" else lambda x: x)
+    found = gradients(model, mean if heading == "Context parallel" else lambda x: x)
+    if heading == "Shards":
+        norm = run_recipe(heading, names, 1)["norm"]
+        squares = [gradient.square().sum() for gradient in found.values()]
+        assert_close(norm, torch.stack(squares).sum().sqrt(), 1e-5)
+    return loss, found
 
 
 RECIPES = {
@@ -92,12 +97,12 @@ def test_training(pool, heading, sizes):
     assert_one_process_s(pool(run_training, heading, *sizes), expected, 1e-12)
 
 
-def test_fsdp(pool):
+def test_shards(pool):
     """In bf16, whose rounding is of single rows."""
     rows = [whole(torch.bfloat16, ids) for ids in make_ids(B=4, T=24).chunk(4)]
     mean = {name: sum(grads[name] for _, grads in rows) / 4 for name in rows[0][1]}
     expected = sum(loss for loss, _ in rows) / 4, mean
-    assert_one_process_s(pool(run_training, "FSDP2", 4, 1, 1), expected, 3e-2)
+    assert_one_process_s(pool(run_training, "Shards", 4, 1, 1), expected, 3e-2)
 
 
 def run_long_prompt(group):

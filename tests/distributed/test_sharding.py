@@ -105,6 +105,17 @@ def refusals(mesh):
             lambda: ops.chunk_gla_(one, one, one, one, state=sharded(None, 1, 2, 4, 4)),
         ),
         (
+            r"^recurrent_gla_buffered_step_: expected plain tensors",
+            lambda: ops.recurrent_gla_buffered_step_(
+                one,
+                one,
+                one,
+                state=sharded(None, 1, 2, 4, 4),
+                count=torch.zeros(1).int(),
+                **{f"buffer_{name}": one for name in "kvg"},
+            ),
+        ),
+        (
             r"^Attention: expected plain tensors, got a DT",
             lambda: Attention(8, 2)(sharded(None, 1, 4, 8)),
         ),

@@ -3,12 +3,14 @@
 Equal bits (see common.py): the same calls.
 """
 
+import os
 from unittest import mock
 
 import pytest
 import torch
 from common import assert_close
 from pool import Pool
+from torch.distributed.tensor import DTensor
 
 from gla_ext import train
 from gla_ext.model.checkpoint import read_metadata
@@ -22,11 +24,18 @@ CPU = torch.device("cpu")
 
 
 def sharded(folder, settings=TINY, compiled=False, **options):
-    from gla_ext.train.processes import Processes
+    from gla_ext.train.ranks.processes import Processes
 
     settings, parallel = Settings(**settings), Processes("cpu")
-    parallel.lay_out(settings, Options(device="cpu", **options))
+    half = str(torch.distributed.get_world_size() // 2)
+    nodes = {"LOCAL_WORLD_SIZE": half} if options.get("parallel") == "hybrid" else {}
+    with mock.patch.dict(os.environ, nodes):
+        parallel.lay_out(settings, Options(**{"parallel": "shard", "device": "cpu"} | options))
     return Trainer(settings, load_corpus(folder), CPU, compiled, parallel=parallel)
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x.clone()
 
 
 def run_steps(group, folder, sizes, out):
@@ -38,8 +47,9 @@ def run_steps(group, folder, sizes, out):
     """
     first = sharded(folder, **sizes)
     first.loss(*first.batches(0)).backward()
-    gradients = {name: p.grad.full_tensor() for name, p in first.model.named_parameters()}
-    first.optimizer.zero_grad()
+    named = dict(first.model.named_parameters())
+    gradients = {name: whole(p.grad) for name, p in named.items()}
+    first.model.zero_grad()
     for _ in range(3):
         first.update()
     first.save(out)
@@ -77,7 +87,9 @@ def one_process(folder):
 
 
 SIZES = {
-    "FSDP2": {},
+    "shards": {},
+    "replicas": {"parallel": "replicate"},
+    "hybrid": {"parallel": "hybrid"},
     "tensor": {"tensor_parallel": 2},
     "context": {"context_parallel": 2},
     "context and tensor": {"context_parallel": 2, "tensor_parallel": 2},
@@ -95,7 +107,9 @@ def assert_trains_as_one_process(processes, folder, path, sizes):
         if parameters:
             for name, x in trainer.model.state_dict().items():
                 assert_close(parameters[name], x, 1e-3, name=name)
-    assert [f.name for f in path.parent.glob("*.dcp")] == [read_metadata(path)["sharded"]]
+    named = [name] if (name := read_metadata(path).get("sharded")) else []
+    assert [f.name for f in path.parent.glob("*.dcp")] == named
+    assert bool(named) == (sizes.get("parallel") != "replicate")
     # As one process, whose own checkpoint is the next ones'.
     alone = Trainer(Settings(**TINY), load_corpus(folder), CPU)
     alone.load(path)
@@ -107,7 +121,7 @@ def assert_trains_as_one_process(processes, folder, path, sizes):
     return trainer.losses, others
 
 
-SLOW = ("tensor", "context")  # each is half of the last
+SLOW = ("hybrid", "tensor", "context")  # each of the last two is half of the last
 
 
 @pytest.mark.parametrize(
@@ -124,6 +138,35 @@ def test_losses_gradients_and_weights_are_one_process_s(pool, folder, tmp_path, 
         assert_close(losses, expected, 1e-5)
 
 
+def run_segments(group, folder, path, legs):
+    """Trains to each step with a kind of its own, and goes on from the one before."""
+    for last, kind in legs:
+        trainer = sharded(folder, TINY | {"segments": 3, "packed": True}, True, parallel=kind)
+        assert str(trainer.parallel).endswith("; not compiled with --segments")
+        if path.exists():
+            trainer.load(path)
+        while trainer.step < last:
+            trainer.update()
+        trainer.save(path)
+    return trainer._mean_losses()
+
+
+def test_segments_and_packed_documents(pool, folder, tmp_path):
+    """In the middle of a window the kind and the number of processes change."""
+    path, settings = tmp_path / "checkpoint.safetensors", TINY | {"segments": 3, "packed": True}
+    expected = Trainer(Settings(**settings), load_corpus(folder), CPU)
+    while expected.step < TINY["steps"]:
+        expected.update()
+    pool(run_segments, folder, path, [(1, "shard"), (2, "replicate")])
+    alone = Trainer(Settings(**settings), load_corpus(folder), CPU)
+    alone.load(path)
+    while alone.step < 4:
+        alone.update()
+    alone.save(path)
+    for losses in pool(run_segments, folder, path, [(5, "replicate"), (6, "shard")]):
+        assert_close(losses, expected.losses, 1e-5)
+
+
 @pytest.fixture
 def eight():
     """Processes for a mesh of three dimensions, each larger than 1."""
@@ -134,13 +177,16 @@ def eight():
 
 @pytest.mark.slow
 def test_a_mesh_of_three_dimensions(eight, pool, folder, tmp_path):
-    """FSDP2 2, context 2 and tensor 2; what goes on from it are 4 processes, then 8 again."""
+    """FSDP2 2, context 2 and tensor 2; what goes on from it are 4 processes, then 8 again, also as
+    two nodes.
+    """
     path = tmp_path / "checkpoint.safetensors"
     expected, _ = assert_trains_as_one_process(eight, folder, path, SIZES["context and tensor"])
     for losses in pool(run_going_on, folder, SIZES["tensor"], path):
         assert_close(losses, expected, 1e-5)
-    for losses in eight(run_going_on, folder, SIZES["context"] | {"tensor_parallel": 1}, path):
-        assert_close(losses, expected, 1e-5)
+    for sizes in (SIZES["context"], {"parallel": "hybrid", "tensor_parallel": 2}):
+        for losses in eight(run_going_on, folder, sizes, path):
+            assert_close(losses, expected, 1e-5)
 
 
 def compiled_trainer(folder, **sizes):
@@ -207,14 +253,18 @@ def run_bad(group, folder, sizes):
 
     trainer.loss = loss
     trainer.update()
-    before = [p.full_tensor() for p in trainer.model.parameters()]
+    before = [whole(p) for p in trainer.model.parameters()]
     trainer.update()
-    kept = all(map(torch.equal, before, (p.full_tensor() for p in trainer.model.parameters())))
+    kept = all(map(torch.equal, before, map(whole, trainer.model.parameters())))
     trainer.update()
     return trainer.bad[:3].tolist(), kept, trainer.has_finite_weights()
 
 
-@pytest.mark.parametrize("sizes", [{}, {"context_parallel": 2, "tensor_parallel": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"parallel": "replicate"}, {"context_parallel": 2, "tensor_parallel": 2}],
+    ids=str,
+)
 def test_a_rank_s_bad_loss_is_everyone_s(pool, folder, sizes):
     assert pool(run_bad, folder, sizes) == [([0, 1, 0], True, True)] * 4
 
@@ -225,13 +275,27 @@ def run_refused(group, folder, settings, **options):
     return str(caught.value)
 
 
+TP, CP = "--tensor-parallel", "--context-parallel"
 REFUSED = {
-    "expected --no-cuda-graph on several processes, got --cuda-graph": ({}, {"cuda_graph": True}),
-    "expected --segments 1 on several processes, got --segments 3": ({"segments": 3}, {}),
-    "expected --no-packed with --context-parallel, got --packed": (
+    "expected --no-cuda-graph on several processes, got --cuda-graph; an update is not recorded "
+    "with what it sends": ({}, {"cuda_graph": True}),
+    f"expected --segments 1 with {TP} 2, got another value": (
+        *({"segments": 3}, {"tensor_parallel": 2}),
+    ),
+    f"expected --segments 1 with {CP} 4, got another value": (
+        *({"segments": 3}, {"context_parallel": 4}),
+    ),
+    f"expected --no-packed with {CP} 2, got another value": (
         *({"packed": True}, {"context_parallel": 2}),
     ),
-    "expected --batch-size to be a multiple of 4, the ranks of FSDP2, got 6": (
+    f"expected --parallel shard with {TP} 2, got another value": (
+        *({}, {"tensor_parallel": 2, "parallel": "replicate"}),
+    ),
+    "expected several nodes, of which --tensor-parallel times --context-parallel, 4 * 1, divides "
+    "the processes, with --parallel hybrid, got 2 of 2": (
+        *({}, {"tensor_parallel": 4, "parallel": "hybrid"}),
+    ),
+    "expected --batch-size to be a multiple of 4, the ranks of data parallel, got 6": (
         *({"batch_size": 6}, {}),
     ),
     "expected --seq-len to be a multiple of 2, the ranks of context parallel, got 31": (
@@ -249,6 +313,7 @@ def test_what_is_refused(pool, tmp_path):
 
 
 def test_one_process_takes_no_sizes(tmp_path, capsys):
-    args = ["--tensor-parallel", "2", "--out", str(tmp_path), "--device", "cpu"]
-    assert train.main(args) == 2
-    assert "expected --tensor-parallel to be 1 in one process, got 2" in capsys.readouterr().err
+    for flag, given, alone in (("--tensor-parallel", "2", "1"), ("--parallel", "shard", "auto")):
+        assert train.main([flag, given, "--out", str(tmp_path), "--device", "cpu"]) == 2
+        said = f"expected {flag} to be {alone} in one process, got {given}"
+        assert said in capsys.readouterr().err

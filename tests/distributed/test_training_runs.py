@@ -8,6 +8,7 @@ import io
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -60,7 +61,7 @@ def assert_ended_as_one_process(out, args, alone, rel, weights):
 
 def run_command(group, args, signalled):
     """Status, output and errors of the command; the rank signalled gets a SIGTERM in step 3."""
-    from gla_ext.train import processes
+    from gla_ext.train.ranks import processes
 
     update = Trainer.update
 
@@ -129,7 +130,7 @@ def test_killed_while_it_saves(one_rank, folder, tmp_path, monkeypatch, moment, 
 
     With more steps than before the same step is saved again, as a resumed run does.
     """
-    from gla_ext.train import processes
+    from gla_ext.train.ranks import weights
 
     path = tmp_path / CHECKPOINT
 
@@ -144,8 +145,8 @@ def test_killed_while_it_saves(one_rank, folder, tmp_path, monkeypatch, moment, 
         first.update()
     else:
         first.settings = Settings(**TINY | {"steps": steps})
-    place, _, attribute = f"processes.{name}".rpartition(".")
-    place = {"processes": processes, "processes.dcp": processes.dcp}[place]
+    place, _, attribute = f"weights.{name}".rpartition(".")
+    place = {"weights": weights, "weights.dcp": weights.dcp}[place]
     original = getattr(place, attribute)
 
     def killed(*args, **kwargs):
@@ -172,24 +173,68 @@ def test_killed_while_it_saves(one_rank, folder, tmp_path, monkeypatch, moment, 
         assert torch.equal(mine.full_tensor(), theirs.full_tensor())
 
 
-def test_the_last_checkpoints_are_kept(one_rank, folder, tmp_path):
-    """With their folders."""
-    trainer = sharded(folder)
-    with Saver(trainer, Options(out=tmp_path, keep=2, save_every=1)) as saver:
+def run_saver(group, folder, sizes, out):
+    """Saves three steps, the last two of which are kept; the losses, also of going on from both."""
+    trainer = sharded(folder, **sizes)
+    with Saver(trainer, Options(out=out, keep=2, save_every=1)) as saver:
         for _ in range(3):
             trainer.update()
             assert saver.is_due()
             saver.save()
-    assert [path.name for path in earlier(tmp_path)] == ["checkpoint-2.safetensors"]
-    assert [path.name for path in folders(tmp_path)] == ["checkpoint-2.dcp", "checkpoint-3.dcp"]
-    again = sharded(folder)
+    while trainer.step < TINY["steps"]:
+        trainer.update()
+    found = [trainer._mean_losses()]
     for name, step in ((CHECKPOINT, 3), ("checkpoint-2.safetensors", 2)):
-        again.load(tmp_path / name)
+        again = sharded(folder, **sizes)
+        again.load(out / name)
         assert again.step == step
+        while again.step < TINY["steps"]:
+            again.update()
+        found.append(again._mean_losses())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["shard", "replicate"])
+def test_the_last_checkpoints_are_kept(pool, folder, tmp_path, kind):
+    """With their folders, and nothing else."""
+    for losses, *again in pool(run_saver, folder, {"parallel": kind}, tmp_path, ranks=4):
+        for found in again:
+            assert_close(found, losses, 0 if kind == "shard" else 1e-5)  # DDP lays buckets out anew
+    assert [path.name for path in earlier(tmp_path)] == ["checkpoint-2.safetensors"]
+    names = ["checkpoint-2.dcp", "checkpoint-3.dcp"] if kind == "shard" else []
+    assert [path.name for path in folders(tmp_path)] == names
+
+
+def test_training_goes_on_while_shards_are_written(one_rank, folder, tmp_path, monkeypatch):
+    from gla_ext.train.ranks import weights
+
+    updated, original = threading.Event(), weights.dcp.save
+
+    def late(*args, **kwargs):
+        assert updated.wait(60)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(weights.dcp, "save", late)
+    trainer = sharded(folder)
+    with Saver(trainer, Options(out=tmp_path)) as saver:
+        trainer.update()
+        before = [p.full_tensor().clone() for p in trainer.model.parameters()]
+        saver.save()
+        trainer.update()
+        updated.set()
+    again = sharded(folder)
+    again.load(tmp_path / CHECKPOINT)
+    assert again.step == 1
+    for expected, mine, now in zip(
+        before, again.model.parameters(), trainer.model.parameters(), strict=True
+    ):
+        assert torch.equal(expected, mine.full_tensor())
+        assert not torch.equal(expected, now.full_tensor())
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_job_and_one_process_goes_on(folder, tmp_path, device, capsys):
+@pytest.mark.parametrize("kind", ["replicate", "shard"])
+def test_a_killed_rank_ends_the_job_and_one_process_goes_on(folder, tmp_path, device, capsys, kind):
     """The first rank is killed without warning in the middle; the other does not wait for it.
 
     Few steps: gradients that differ by 1e-6 change these weights by 4e-5 in 16, by 0.2 in 300.
@@ -198,13 +243,16 @@ def test_a_killed_rank_ends_the_job_and_one_process_goes_on(folder, tmp_path, de
         pytest.skip("needs two GPUs")
     args, out = flags(folder, 16, device), tmp_path / "run"
     script = Path(__file__).with_name("killed_run.py")
-    status, text = torchrun(2, script, 12, *args, "--out", out, "--save-every", 5)
+    status, text = torchrun(
+        2, script, 12, *args, "--out", out, "--save-every", 5, "--parallel", kind
+    )
     assert status not in (0, None), text
     assert "Signal 9 (SIGKILL)" in text
-    assert read_metadata(out / CHECKPOINT)["step"] == 10, text
+    step = read_metadata(out / CHECKPOINT)["step"]
+    assert step in (5, 10), text  # whether the one of step 10 was whole by then
     capsys.readouterr()
     assert train.main(["--out", str(out), *RESUME, device]) == 0
     text = capsys.readouterr().out
     assert text.count("A continuation of") == 1
-    assert "Going on from step 10 of 16" in text
+    assert f"Going on from step {step} of 16" in text
     assert_ended_as_one_process(out, args, tmp_path / "one", 1e-3, 1e-2)

@@ -1,6 +1,7 @@
 """Damaged sources and corpora are read, or refused with an error that is documented."""
 
 import gzip
+import itertools
 import json
 import shutil
 import tempfile
@@ -95,6 +96,19 @@ def test_a_saved_dataset(dataset, data):
     with tempfile.TemporaryDirectory() as root, refused(DOCUMENTED):
         folder = shutil.copytree(dataset, Path(root, "x"))
         damage(data, folder)
+        read(folder)
+
+
+def test_texts_outside_of_a_saved_dataset(dataset, tmp_path):
+    """pyarrow would end the process."""
+    folder = shutil.copytree(dataset, tmp_path / "x")
+    (path,) = folder.glob("*.arrow")
+    ends = itertools.accumulate(len(text.encode()) for text in TEXTS)
+    offsets = b"".join(end.to_bytes(4, "little") for end in ends)
+    content = path.read_bytes()
+    assert offsets in content
+    path.write_bytes(content.replace(offsets, offsets[:4] + b"\xff" * 4 + offsets[8:]))
+    with pytest.raises(ValueError, match=f"expected {folder} to be whole, got Offset invariant"):
         read(folder)
 
 

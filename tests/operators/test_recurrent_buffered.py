@@ -311,6 +311,25 @@ def test_a_graph_replays_across_folds(T, state_v_first):
         count.copy_(counted(count, T, T))
 
 
+SANITIZED = {  # H, K, V; the heads of k
+    "aligned": ((2, 128, 64), 1),
+    "odd": ((1, 33, 65), 1),
+    "wide": ((1, 512, 32), 1),
+    "widest": ((1, 1000, 1016), 1),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.sanitizer
+@by_state_dtype
+@by_layout
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("what", SANITIZED)
+def test_for_the_sanitizer(what, T, state_v_first, state_dtype):
+    sizes, HK = SANITIZED[what]
+    Buffered("cuda", T, torch.bfloat16, state_v_first, state_dtype, sizes, HK).check()
+
+
 # Errors.
 
 

@@ -201,5 +201,5 @@ def test_help_tells_what_each_option_does():
 
 def test_the_command_names_what_is_missing(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "gla_ext.serve.http", None)
-    with pytest.raises(SystemExit, match="'pip install starlette uvicorn' brings it"):
+    with pytest.raises(SystemExit, match="'pip install safetensors starlette uvicorn' brings it"):
         command.main([str(folder)])

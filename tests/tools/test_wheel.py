@@ -209,6 +209,16 @@ def test_an_object_that_fits_one_wheel_alone_is_not_shared(tmp_path, capsys):
         assert not (tmp_path / "objects").exists()
 
 
+def test_the_progress_of_a_build():
+    lines = [
+        "  gla_ext: building the CPU backend only (FORCE_CUDA=0). 60 files.\n",
+        "  [3/8] c++ -fPIC -I/x/csrc -c -c /x/csrc/swiglu/op.cpp -o /x/op.o -O3\n",
+        "creating x\n",
+    ]
+    shown = ["gla_ext: building the CPU backend only (FORCE_CUDA=0). 60 files."]
+    assert [wheel.progress(x) for x in lines] == [*shown, "[3/8] csrc/swiglu/op.cpp", None]
+
+
 def test_an_index_of_wheels(tmp_path):
     names = ["gla_ext-0.3.0+torch2.11.cu130-cp312.whl", "gla_ext-0.3.0+torch2.11.cu130-cp313.whl"]
     for name in reversed(names):

@@ -36,6 +36,7 @@ OTHERS = {
     "log": ["wandb"],
     "evaluate": ["piqa", "lambada_openai"],
     "skip_bad": True,
+    "parallel": "shard",
     "tensor_parallel": 2,
     "context_parallel": 2,
     "data": [str(Path("text").resolve())],

@@ -65,6 +65,7 @@ at::Tensor chunk_gla_on_pool_cpu(const PoolArguments& a) {
     using P = ProblemOf<decltype(call)>;
     const PoolRows rows(a.state, call.N, a.slots, a.write_slots, a.has_initial_state);
     call.problem.state_v_first = a.state_v_first;
+    call.problem.past_alone = a.batch_invariant;
     call.tokens_of(&a.q, a.k, a.v, a.g, a.gv);
     call.input_state(&P::h0, gather(a.state, rows.read, shape.accumulate));
     at::Tensor o;

@@ -51,6 +51,8 @@ struct Problem {
   T scale = 1;
   // With bf16 inputs, operands of matrix products are rounded to bf16, as a tensor core takes them.
   bool round_operands = false;
+  // Whether a token's operands depend on its past alone (docs/numerics.md).
+  bool past_alone = false;
   bool state_v_first = false;  // layout of h0, ht, dht, dh0: [V, K] instead of [K, V]
 
   Rows q, k, v, d_o;       // [B, T, H, K | V]; k, v, g and gv may have HK heads

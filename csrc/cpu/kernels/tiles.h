@@ -78,7 +78,9 @@ template <typename T>
 inline void load_queries(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   load_rows(t.q, t.Kp, p.q, chunk, p.K);
   gated(t.q_in, t.q, t.gates.eq, t.gates.size(), p.round_operands);
-  if (!t.gates.in_tier1) gated(t.q_local, t.q, t.gates.eq_local, t.gates.size(), p.round_operands);
+  const int64_t tier1 = t.gates.tier1_rows * t.Kp;
+  gated(t.q_local + tier1, t.q + tier1, t.gates.eq_local + tier1, t.gates.size() - tier1,
+        p.round_operands);
 }
 
 template <typename T>
@@ -100,7 +102,7 @@ inline void load_output_grads(const Problem<T>& p, const Chunk& chunk, Tiles<T>&
   const Gates<T>& g = t.values.gates;
   if (!t.value_gated) return;
   gated(t.do_in, t.d_o, g.eq, g.size(), p.round_operands);
-  if (!g.in_tier1) gated(t.values.do_local, t.d_o, g.eq_local, g.size(), p.round_operands);
+  if (!g.in_tier1()) gated(t.values.do_local, t.d_o, g.eq_local, g.size(), p.round_operands);
 }
 
 // For strong chunks: the keys of the sub-chunks before I, anchored at the start of I.
@@ -114,6 +116,16 @@ inline void anchor_keys(const Problem<T>& p, Tiles<T>& t, int64_t I) {
     map<T>(ld, Times(), t.total, t.total, t.gates.decay + J * ld);
   }
   gated(t.k_anchor, t.k, t.anchor, I * kSubChunk * ld, p.round_operands);
+}
+
+// k^ of the rows in tier 1. Where others are strong, k_out belongs to the state.
+template <typename T>
+inline const T* tier1_keys(const Problem<T>& p, Tiles<T>& t) {
+  if (t.gates.in_tier1()) return t.k_out;
+  const int64_t n = t.gates.tier1_rows * t.Kp;
+  map<T>(n, [](Vec<T> e) { return e.reciprocal(); }, t.anchor, t.gates.eq);
+  gated(t.k_anchor, t.k, t.anchor, n, p.round_operands);
+  return t.k_anchor;
 }
 
 // Zeroes the c x c block at `block` above its diagonal, by select.
@@ -138,7 +150,7 @@ inline void state_operand(const Problem<T>& p, Tiles<T>& t, T* dst, const T* src
     const Vec<T> s(rows[i]);
     map<T>(t.Vp, [&](Vec<T> x) { return x * s; }, dst + i * t.Vp, src + i * t.Vp);
   }
-  if (t.value_gated && t.values.gates.in_tier1) scale_columns(t, dst, columns);
+  if (t.value_gated && t.values.gates.in_tier1()) scale_columns(t, dst, columns);
   if (p.round_operands) round_to_bf16(dst, t.K * t.Vp);
 }
 

@@ -18,6 +18,14 @@
 
 namespace gla_ext::cuda {
 
+// For 8.0 the value-gated sweep in fp32 would spill three registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kSavesRegisters = true;
+#else
+constexpr bool kSavesRegisters = false;
+#endif
+using ChunkIndex = std::conditional_t<kSavesRegisters, int32_t, int64_t>;
+
 // The fields of Problem that a sweep uses.
 template <Sweep kSweep>
 struct SweepFields {
@@ -101,7 +109,7 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
   const auto n = static_cast<int32_t>(index / p.H);
   const int64_t row = p.grid.packed ? 0 : n;
   const Sequence sequence = find_sequence(p, n);
-  const int64_t chunks = (sequence.length + kChunk - 1) / kChunk;
+  const auto chunks = static_cast<ChunkIndex>((sequence.length + kChunk - 1) / kChunk);
 
   const WarpTile<kColumns> warp;
   float acc[2][WarpTile<kColumns>::kN][4];  // [K, V] block of the state
@@ -139,27 +147,28 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
     });
   };
 
-  const auto chunk_of = [&](int64_t i) { return kSweep == Sweep::kStates ? i : chunks - 1 - i; };
+  const auto chunk_of = [&](ChunkIndex i) { return kSweep == Sweep::kStates ? i : chunks - 1 - i; };
   SweepRows<kAccess, In, kDecay, kColumns> rows;
   float column_decay = 1;  // of value first_v + threadIdx.x
-  const auto load = [&](int64_t i) {
-    const int64_t done = chunk_of(i) * kChunk, left = sequence.length - done;
+  const auto load = [&](ChunkIndex i) {
+    const int64_t done = int64_t{chunk_of(i)} * kChunk, left = sequence.length - done;
     rows.load(p, f.y, f.x, row, sequence.start + done,
               static_cast<int>(left < kChunk ? left : kChunk), head, first_k, first_v);
     if constexpr (kValueGated) {
-      const int v = first_v + static_cast<int>(threadIdx.x);
-      if (threadIdx.x < kColumns && v < p.V)
+      const uint32_t thread = kSavesRegisters ? thread_anew() : threadIdx.x;
+      const int v = first_v + static_cast<int>(thread);
+      if (thread < kColumns && v < p.V)
         column_decay = exp2_ftz(
             rows_at<const float>(*bv, row, sequence.start + done + rows.length - 1, head)[v]);
     }
   };
   // The last chunk's rows are needed only for the final state.
   const bool wanted = kCheckpoints || f.last(p, n, head).data != nullptr;
-  const int64_t multiplied = wanted ? chunks : chunks - 1;
+  const ChunkIndex multiplied = wanted ? chunks : chunks - 1;
   if (multiplied > 0) load(0);
   const bool with_suffix = has_suffix<In>(p);
-  for (int64_t i = 0; i < chunks; ++i) {
-    const int64_t state = ((sequence.first_entry + chunk_of(i)) * p.H + head) * matrix;
+  for (ChunkIndex i = 0; i < chunks; ++i) {
+    const int64_t state = ((sequence.first_entry + int64_t{chunk_of(i)}) * p.H + head) * matrix;
     if (threadIdx.x < kTile) s.b_last[threadIdx.x] = rows.b_last;
     if constexpr (kValueGated)
       if (threadIdx.x < kColumns) s_columns[threadIdx.x] = column_decay;

@@ -19,7 +19,7 @@ class Saver:
     """Saves checkpoints each so many steps or minutes; a context, at whose end the last is whole.
 
     A snapshot is taken on the host; a thread writes it while the next updates run. Several
-    processes write theirs together, before the next update.
+    processes write theirs together.
     """
 
     def __init__(self, trainer: Trainer, options: Options) -> None:
@@ -31,9 +31,11 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._thread.shutdown()
-        if self._writing is not None:
+        if kind is None:  # else another process may be elsewhere
+            self._wait()
+        elif self._writing is not None:
             self._writing.result()
 
     def is_due(self) -> bool:
@@ -48,19 +50,21 @@ class Saver:
         """Saves the present step, unless it is saved already; waits for the write before it."""
         if self.trainer.step == self.saved:
             return
-        if self._writing is not None:
-            self._writing.result()
+        self._wait()
         self.saved, self.time = self.trainer.step, time.monotonic()
-        write, parallel = self.trainer.snapshot(), self.trainer.parallel
-        if parallel.size > 1:
-            parallel.from_first(self._keep_earlier)
-            write(self.options.out / CHECKPOINT)
-        else:
-            self._writing = self._thread.submit(self._write, write)
+        self._writing = self._thread.submit(self._write, self.trainer.snapshot())
 
-    def _keep_earlier(self) -> None:
-        keep_earlier(self.options.out, self.options.keep - 1)
+    def _wait(self) -> None:
+        """Waits for the write before; what the first process met is everyone's error."""
+
+        def wait() -> None:
+            if self._writing is not None:
+                self._writing.result()
+
+        self.trainer.parallel.from_first(wait)
+        wait()
 
     def _write(self, write: Callable[[Path], None]) -> None:
-        self._keep_earlier()
+        if self.trainer.parallel.is_first:
+            keep_earlier(self.options.out, self.options.keep - 1)
         write(self.options.out / CHECKPOINT)

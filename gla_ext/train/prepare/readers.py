@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, BinaryIO
 
 from gla_ext.train.prepare.sources import (
@@ -93,8 +94,9 @@ class Reader:
         for source in itertools.islice(sources(self.paths), self.place.source, None):
             try:
                 yield from kinds.get(source.kind, self._text)(source)
-            except (EOFError, OSError, zlib.error) as error:
-                if getattr(error, "errno", None):
+            except (EOFError, NotImplementedError, OSError, ValueError, zlib.error) as error:
+                # pyarrow's errors are subclasses of ValueError and others.
+                if getattr(error, "errno", None) or type(error) is ValueError:
                     raise
                 raise ValueError(f"expected {source.path} to be whole, got {error}") from error
             self.place = self.place.after(source)
@@ -203,6 +205,7 @@ class Reader:
                 for start in range(0, len(column), 4):
                     part = column[start : start + 4]
                     if first + len(part) > self.place.at:
+                        _check_offsets(part, arrow)
                         yield from self._rows(source, [part], first, len(dataset))
                         mapped.madvise(mmap.MADV_DONTNEED)  # what is read would stay in memory
                     first += len(part)
@@ -229,7 +232,7 @@ class Reader:
                 text = value.as_py()
             except UnicodeDecodeError:
                 text = None
-            yield from self._document(source, text, source.size * number // count)
+            yield from self._document(source, text, source.size * number // max(1, count))
 
     def _document(self, source: Source, text: Any, read: int) -> Iterator[Piece]:
         """The pieces of a document that is in memory; a broken one is left out."""
@@ -290,6 +293,14 @@ def _documents(blocks: Iterable[str], delimiter: str | None) -> Iterator[tuple[s
         *pieces, (rest, _) = cut(rest)
         yield from pieces
     yield rest, True
+
+
+def _check_offsets(column: Any, arrow: ModuleType) -> None:
+    """Raises pyarrow's error if texts would lie outside of a column, which pyarrow does not look at
+    in a file that it maps. Text that is not UTF-8 is left out later.
+    """
+    as_bytes = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
+    column.view(as_bytes.get(column.type, column.type)).validate(full=True)
 
 
 def _blocks(file: BinaryIO) -> Iterator[bytes]:

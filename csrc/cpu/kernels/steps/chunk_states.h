@@ -14,9 +14,9 @@ inline void chunk_states(Tiles<T>& t) {
   decay.row_alpha = t.gates.c;
   decay.row_beta = t.gates.a;
   const Gates<T>& v = t.values.gates;
-  if (t.value_gated) scale_columns(t, t.S, v.in_tier1 ? v.s_in : v.a);
+  if (t.value_gated) scale_columns(t, t.S, v.in_tier1() ? v.s_in : v.a);
   gemm(Left<T>{t.k_out, 1, t.Kp}, t.v_out, t.Vp, t.S, t.Vp, t.K, t.Vp, t.length(), decay);
-  if (t.value_gated && v.in_tier1) scale_columns(t, t.S, v.c);
+  if (t.value_gated && v.in_tier1()) scale_columns(t, t.S, v.c);
 }
 
 }  // namespace CPU_CAPABILITY

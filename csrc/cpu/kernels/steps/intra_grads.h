@@ -85,7 +85,7 @@ template <typename T>
 inline void intra_grads(const Problem<T>& p, Tiles<T>& t) {
   std::memcpy(t.dA_operand, t.dA, kChunk * kChunk * sizeof(T));
   if (p.round_operands) round_to_bf16(t.dA_operand, kChunk * kChunk);
-  if (t.gates.in_tier1) return intra_grads_tier1(t);
+  if (t.gates.in_tier1()) return intra_grads_tier1(t);
   for (T* tile : {t.dq, t.dk, t.dg}) std::memset(tile, 0, t.gates.size() * sizeof(T));
   for (int64_t I = 0; I < t.gates.sub_chunks(); ++I) {
     if (I > 0) intra_grads_off_diagonal(p, t, I);

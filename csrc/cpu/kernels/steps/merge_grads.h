@@ -20,7 +20,7 @@ namespace CPU_CAPABILITY {
 template <typename T>
 inline void state_products(Tiles<T>& t) {
   fill(t.total, t.Kp, T(0));
-  const T* columns = t.value_gated && !t.values.gates.in_tier1 ? t.values.gates.a : nullptr;
+  const T* columns = t.value_gated && !t.values.gates.in_tier1() ? t.values.gates.a : nullptr;
   for (int64_t i = 0; i < t.K; ++i) {
     Vec<T> sum(T(0));
     for (int64_t j = 0; j < t.Vp; j += Vec<T>::size()) {
@@ -29,7 +29,7 @@ inline void state_products(Tiles<T>& t) {
       sum = at::vec::fmadd(S, Vec<T>::loadu(t.dS_in + i * t.Vp + j), sum);
     }
     const T row = sum_of_lanes<T>(sum);
-    t.total[i] = t.gates.in_tier1 ? row : t.gates.a[i] * row;
+    t.total[i] = t.gates.in_tier1() ? row : t.gates.a[i] * row;
   }
 }
 

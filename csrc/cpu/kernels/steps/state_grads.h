@@ -16,9 +16,9 @@ inline void state_grads(const Problem<T>& p, Tiles<T>& t) {
   decay.row_alpha = t.row_scale;
   decay.row_beta = t.gates.a;
   const Gates<T>& v = t.values.gates;
-  if (t.value_gated) scale_columns(t, t.dS, v.in_tier1 ? v.c : v.a);
+  if (t.value_gated) scale_columns(t, t.dS, v.in_tier1() ? v.c : v.a);
   gemm(Left<T>{t.q_in, 1, t.Kp}, t.do_in, t.Vp, t.dS, t.Vp, t.K, t.Vp, t.length(), decay);
-  if (t.value_gated && v.in_tier1) scale_columns(t, t.dS, v.s_in);
+  if (t.value_gated && v.in_tier1()) scale_columns(t, t.dS, v.s_in);
 }
 
 }  // namespace CPU_CAPABILITY

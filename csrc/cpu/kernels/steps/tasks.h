@@ -13,7 +13,7 @@ template <typename T>
 void gate_cumsum_step(const Problem<T>& p, T* workspace, const Chunk& chunk) {
   Tiles<T> t = tiles(p, workspace);
   load_gates(p, chunk, t.gates);
-  cumsum(t.gates);
+  cumsum(t.gates, range_limit(p));
   store_rows(p.b, chunk, p.K, t.gates.b, t.Kp);
 }
 
@@ -22,7 +22,7 @@ void load_scores(const Problem<T>& p, const Chunk& chunk, Tiles<T>& t) {
   make_gates(p, chunk, t.gates);
   load_queries(p, chunk, t);
   load_keys(p, chunk, t);
-  begin_scores(t);
+  begin_scores(p, t);
 }
 
 template <typename T>

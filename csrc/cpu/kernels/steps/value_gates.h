@@ -35,16 +35,18 @@ inline Tiles<T> values_side(const Tiles<T>& t) {
   return s;
 }
 
-// For strong chunks: o of row block I from the tokens of I. A running product carries v_j down.
+// For strong rows: o of row block I from the tokens of I. A running product carries v_j down.
 template <typename T>
 inline void diagonal_output(const Tiles<T>& t, int64_t I) {
   const Gates<T>& g = t.values.gates;
   const int64_t ld = t.Vp, first = I * kSubChunk, end = first + g.rows(I);
+  const int64_t strong = first + g.tier1_rows_of(I);
   for (int64_t d = 0; d < ld; d += Vec<T>::size()) {
     for (int64_t j = first; j < end; ++j) {
       Vec<T> carried = Vec<T>::loadu(t.v + j * ld + d);
       for (int64_t i = j; i < end; ++i) {
         if (i > j) carried = carried * Vec<T>::loadu(g.alpha + i * ld + d);
+        if (i < strong) continue;
         T* o = t.o + i * ld + d;
         at::vec::fmadd(Vec<T>(t.A[i * kChunk + j]), carried, Vec<T>::loadu(o)).store(o);
       }
@@ -56,19 +58,17 @@ inline void diagonal_output(const Tiles<T>& t, int64_t I) {
 template <typename T>
 inline void gated_output(const Problem<T>& p, Tiles<T>& t) {
   const Gates<T>& g = t.values.gates;
-  if (g.in_tier1) {
-    output(p, t);
-    return map<T>(g.size(), Times(), t.o, t.o, g.eq);
-  }
   const int64_t ld = t.Vp;
-  gemm(Left<T>{t.q_in, t.Kp, 1}, t.S_in, ld, t.o, ld, t.length(), ld, t.K, Epilogue<T>{p.scale});
-  map<T>(g.size(), Times(), t.o, t.o, g.eq);
   Tiles<T> s = values_side(t);
+  output_of_rows(p, t, tier1_keys(p, s), g.tier1_rows);
+  map<T>(g.size(), Times(), t.o, t.o, g.eq);
   for (int64_t I = 0; I < g.sub_chunks(); ++I) {
-    const int64_t first = I * kSubChunk, rows = g.rows(I);
+    const int64_t tier1 = g.tier1_rows_of(I), rows = g.rows(I) - tier1;
+    if (rows == 0) continue;
     if (I > 0) {
+      const int64_t before = I * kSubChunk, first = before + tier1;
       anchor_keys(p, s, I);
-      gemm(Left<T>{t.A + first * kChunk, kChunk, 1}, s.k_anchor, ld, s.P, ld, rows, ld, first);
+      gemm(Left<T>{t.A + first * kChunk, kChunk, 1}, s.k_anchor, ld, s.P, ld, rows, ld, before);
       T* o = t.o + first * ld;
       map<T>(rows * ld, AddProduct(), o, g.eq_local + first * ld, s.P, o);
     }
@@ -80,7 +80,7 @@ inline void gated_output(const Problem<T>& p, Tiles<T>& t) {
 template <typename T>
 inline void gated_score_grads(const Problem<T>& p, const Tiles<T>& t) {
   Tiles<T> s = values_side(t);
-  begin_scores(s);
+  begin_scores(p, s);
   scores_off_diagonal(p, s);
   scores_diagonal(p, s);
 }
@@ -92,11 +92,11 @@ inline void value_state_products(const Tiles<T>& t, T* total) {
   for (int64_t j = 0; j < t.Vp; j += Vec<T>::size()) {
     Vec<T> sum(T(0));
     for (int64_t i = 0; i < t.K; ++i) {
-      const Vec<T> a(t.gates.in_tier1 ? T(1) : t.gates.a[i]);
+      const Vec<T> a(t.gates.in_tier1() ? T(1) : t.gates.a[i]);
       sum = at::vec::fmadd(a * Vec<T>::loadu(t.S_in + i * t.Vp + j),
                            Vec<T>::loadu(t.dS_in + i * t.Vp + j), sum);
     }
-    if (!g.in_tier1) sum = sum * Vec<T>::loadu(g.a + j);
+    if (!g.in_tier1()) sum = sum * Vec<T>::loadu(g.a + j);
     sum.store(total + j);
   }
 }

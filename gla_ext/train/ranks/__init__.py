@@ -1,0 +1,1 @@
+"""What a training run on several processes adds."""
