@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from bench_builds import Build, parse_build, use
 from pages import training_page
-from parts.training_rows import DEFAULT_ROWS, ROWS
+from parts.training_rows import DEFAULT_ROWS, ROWS, SIZES
 from shared import utilisation
 
 FAILED = 3  # exit code of a process after a row that failed and that it has reported
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="a step of each row by kernels")
     parser.add_argument("--out", type=Path, help="where all results go, a JSON line a row")
     parser.add_argument("--figure", type=Path, help="draw what --out has written; nothing is run")
+    parser.add_argument("--size", choices=SIZES, default="374 M", help="of the figure's models")
     parser.add_argument("--draw", type=Path, default=Path("RESULTS_TRAINING.png"))
     parser.add_argument("--in-process", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -93,7 +94,9 @@ def main() -> None:
         )
     if arguments.figure:
         lines = arguments.figure.read_text().splitlines()
-        return training_page.draw([json.loads(line) for line in lines], arguments.draw)
+        return training_page.draw(
+            [json.loads(line) for line in lines], arguments.draw, arguments.size
+        )
     builds = arguments.builds or [Build("gla_ext", Path(__file__).resolve().parents[1], {})]
     results = []
     for build in builds:

@@ -1,20 +1,29 @@
-"""Mamba and RWKV from transformers, by its plain PyTorch paths: a loop over tokens, so they are
-slow and stand in recall alone.
+"""Mamba and RWKV-4 as transformers has them.
+
+Mamba runs by the kernels of the packages mamba-ssm and causal-conv1d where both are installed, and
+else by a loop over tokens, which is slow. RWKV's recurrence is `wkv` here, in plain torch: chunks
+of tokens by products of matrices, as the loop of transformers would be slow on a GPU.
 """
 
 from __future__ import annotations
 
 import os
 
+import torch
 from torch import Tensor, nn
+
+from gla_ext.model.causal_lm import CausalLMOutput
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read as transformers loads: no kernels of the Hub
 NAMES = ("mamba", "rwkv")
+_CHUNK = 64  # tokens
+# Weights of a chunk are exp(HIGHEST) at most and exp(LOWEST) at least: keys that are over 120
+# below the largest so far count as 120 below.
+_HIGHEST, _LOWEST = 40.0, -80.0
 
 
 class Borrowed(nn.Module):
-    """A model of transformers with the two attributes of `GLAForCausalLM` that recall calls. Its
-    output matrix is the embeddings.
+    """A model of transformers with what the trainers call of a `GLAForCausalLM`.
 
     Args:
         name: 'mamba' (blocks without an MLP) or 'rwkv' (version 4; its blocks have channel mixing).
@@ -22,23 +31,94 @@ class Borrowed(nn.Module):
         layers: number of blocks.
         vocab_size: number of tokens.
         seq_len: longest sequence.
+        tied: whether the output matrix is the embeddings. Default: True.
     """
 
-    def __init__(self, name: str, width: int, layers: int, vocab_size: int, seq_len: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        width: int,
+        layers: int,
+        vocab_size: int,
+        seq_len: int,
+        tied: bool = True,
+    ) -> None:
         super().__init__()
-        sizes = {"vocab_size": vocab_size, "hidden_size": width, "num_hidden_layers": layers}
+        options = {"vocab_size": vocab_size, "hidden_size": width, "num_hidden_layers": layers}
         if name == "mamba":
             from transformers import MambaConfig, MambaModel
 
-            self.model = MambaModel(MambaConfig(**sizes, use_cache=False))
+            self.model = MambaModel(MambaConfig(**options, use_cache=False))
         else:
             from transformers import RwkvConfig, RwkvModel
+            from transformers.models.rwkv import modeling_rwkv
 
-            self.model = RwkvModel(RwkvConfig(**sizes, context_length=seq_len, use_cache=False))
+            modeling_rwkv.rwkv_linear_attention = wkv
+            self.model = RwkvModel(RwkvConfig(**options, context_length=seq_len, use_cache=False))
         self.lm_head = nn.Linear(width, vocab_size, bias=False)
-        self.lm_head.weight = self.model.get_input_embeddings().weight
+        if tied:
+            self.lm_head.weight = self.model.get_input_embeddings().weight
         nn.init.normal_(self.lm_head.weight, std=0.02)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor) -> CausalLMOutput:
         """Logits `[B, T, vocab_size]`."""
-        return self.lm_head(self.model(input_ids).last_hidden_state)
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        return CausalLMOutput(loss=None, logits=logits, past_key_values=None)
+
+
+def language_model(name: str, width: int, layers: int, vocab_size: int, seq_len: int) -> Borrowed:
+    """A model with about as many parameters as `layers` of our blocks and of RWKV's, which have 13
+    width^2 at width 512; a block of Mamba has half of that.
+    """
+    layers = 2 * layers if name == "mamba" else layers
+    return Borrowed(name, width, layers, vocab_size, seq_len, tied=False)
+
+
+def wkv(
+    time_decay: Tensor,
+    time_first: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: None = None,
+    return_state: bool = False,
+) -> tuple[Tensor, None]:
+    """RWKV-4's recurrence, with the arguments of transformers' `rwkv_linear_attention`:
+
+        a_t = sum_{i<t} exp(k_i - (t - 1 - i) w) v_i,  b_t the same without v,  w = exp(time_decay)
+        o_t = (a_t + exp(time_first + k_t) v_t) / (b_t + exp(time_first + k_t))
+
+    Args:
+        time_decay, time_first: `[D]`.
+        key, value: `[B, T, D]`.
+        state, return_state: must be None and False.
+    """
+    if state is not None or return_state:
+        raise NotImplementedError("wkv: expected no state to start from or to return")
+    with torch.autocast(key.device.type, enabled=False):
+        wide = torch.promote_types(key.dtype, torch.float32)
+        k, v, w = key.to(wide), value.to(wide), time_decay.to(wide).exp()
+        first = time_first.to(wide).exp()
+        decay = _decays(w, min(_CHUNK, k.shape[1]))
+        highest = k[:, :_CHUNK].amax(1).detach()  # [B, D], of the exponents that sums are beside
+        carried, parts = k.new_zeros(*highest.shape, 2), []
+        for k_c, v_c in zip(k.split(_CHUNK, 1), v.split(_CHUNK, 1), strict=True):
+            n, before = k_c.shape[1], highest
+            highest = torch.maximum(before, k_c.amax(1).detach())
+            e = (k_c - highest.unsqueeze(1) + _HIGHEST).clamp_min(_LOWEST).exp()
+            x = torch.stack([e * v_c, e], -1)  # [B, n, D, 2]
+            carried = carried * (before - highest).exp().unsqueeze(-1)
+            age = torch.arange(n + 1, device=w.device)[:, None, None]
+            sums = torch.einsum("dti,bidj->btdj", decay[:, : n + 1, :n], x)
+            sums = sums + torch.exp(-age * w.unsqueeze(-1)) * carried.unsqueeze(1)
+            carried = sums[:, n]
+            a, b = (sums[:, :n] + first.unsqueeze(-1) * x).unbind(-1)
+            parts.append(a / b)
+        return torch.cat(parts, 1).to(value.dtype), None
+
+
+def _decays(w: Tensor, n: int) -> Tensor:
+    """`exp(-(t - 1 - i) w)` where i < t, else 0: `[D, n + 1, n]`."""
+    place = torch.arange(n + 1, device=w.device)
+    steps = place.unsqueeze(-1) - 1 - place[:n]
+    decay = torch.exp(-steps.clamp_min(0) * w[:, None, None])
+    return decay.masked_fill(steps < 0, 0)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from experiments import borrowed
+from experiments.hyena import Hyena, ImplicitFilter
 from experiments.layers import LinearAttention, NoMLP
 from experiments.runs import Run
 from gla_ext.layers.attention import Attention
@@ -27,6 +29,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "gla, values too": {"value_gate": True},
     "values alone": {"gate": "none", "value_gate": True},
     "attention": {},
+    "hyena": {},
 }
 
 
@@ -35,7 +38,8 @@ def make_model(layer: str, config: GLAConfig, mlp: bool = True) -> GLAForCausalL
 
     Args:
         layer: the layer's name.
-        config: sizes; what is GLA's alone is the layers' too.
+        config: sizes; what is GLA's alone is the layers' too. max_position_embeddings is the length
+            of training, which the times of Hyena are a part of.
         mlp: whether blocks have an MLP. Default: True.
     """
     model = GLAForCausalLM(config)
@@ -46,12 +50,17 @@ def make_model(layer: str, config: GLAConfig, mlp: bool = True) -> GLAForCausalL
             block.fuse_norm = False  # whose sums want an MLP's output of full size
     model.reset_parameters()
     reset_convolutions(model)
+    for module in model.modules():
+        if isinstance(module, ImplicitFilter):
+            module.reset_parameters()
     return model
 
 
 def _attention(layer: str, config: GLAConfig, index: int) -> nn.Module:
     if layer == "attention":
         return Attention(config.hidden_size, config.num_heads, layer_idx=index)
+    if layer == "hyena":
+        return Hyena(config.hidden_size, config.max_position_embeddings)
     return LinearAttention(
         **LAYERS[layer],
         hidden_size=config.hidden_size,
@@ -63,7 +72,7 @@ def _attention(layer: str, config: GLAConfig, index: int) -> nn.Module:
 
 def has_state(layer: str) -> bool:
     """Whether a layer's model can go on from a state."""
-    return layer != "attention"
+    return layer not in ("attention", "hyena", *borrowed.NAMES)
 
 
 def settings_of(run: Run, device: torch.device) -> Settings:

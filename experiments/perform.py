@@ -28,6 +28,8 @@ from experiments.runs import Result, Run
 from gla_ext.devices import in_fixed_order
 from gla_ext.model import count_parameters
 from gla_ext.train.data import Corpus, load_corpus
+from gla_ext.train.tokens.corpus import TokenCorpus
+from gla_ext.train.tokens.folder import open_folder
 from gla_ext.train.trainer import Trainer
 
 TINY_TEXT_BYTES = 200_000
@@ -36,16 +38,18 @@ _setting_up = threading.Lock()  # initial weights come from the generator of all
 
 
 def text_digest(pack: Path | None) -> str:
-    """What `Run.text` says of a pack, or of the small text of tests (None)."""
-    if pack is None:
-        return _corpus(None).fingerprint[:12]
+    """What `Run.text` says of a pack, a corpus of tokens, or the small text of tests (None)."""
+    if pack is None or pack.is_dir():
+        return _corpus(pack).fingerprint[:12]
     with pack.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
 
 @functools.cache
-def _corpus(pack: Path | None) -> Corpus:
-    return load_corpus(max_bytes=TINY_TEXT_BYTES) if pack is None else read_pack(pack)
+def _corpus(pack: Path | None) -> Corpus | TokenCorpus:
+    if pack is None:
+        return load_corpus(max_bytes=TINY_TEXT_BYTES)
+    return TokenCorpus((open_folder(pack),)) if pack.is_dir() else read_pack(pack)
 
 
 def perform(run: Run, pack: Path | None, device: torch.device, cuda_graph: bool = False) -> Result:
@@ -53,7 +57,8 @@ def perform(run: Run, pack: Path | None, device: torch.device, cuda_graph: bool 
 
     Args:
         run: the run.
-        pack: the text, which only runs on text read; None is the small one.
+        pack: the text, which only runs on text read: a pack, the folder of a corpus of tokens, or
+            None, which is the small one.
         device: where.
         cuda_graph: whether a training step is one CUDA graph. Default: False.
     """
@@ -144,14 +149,15 @@ class Worker:
     Its threads share a GPU better than processes would, whose kernels never run at the same time.
 
     Args:
-        pack, device, cuda_graph: as `perform`'s.
+        texts: what `perform` is given as a pack, by `Run.text`.
+        device, cuda_graph: as `perform`'s.
     """
 
-    def __init__(self, pack: Path | None, device: str, cuda_graph: bool) -> None:
+    def __init__(self, texts: dict[str, Path | None], device: str, cuda_graph: bool) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_work, args=(theirs, pack, device, cuda_graph, sys.argv[1:]), daemon=True
+            target=_work, args=(theirs, texts, device, cuda_graph, sys.argv[1:]), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -191,7 +197,7 @@ class Worker:
 
 def _work(
     connection: Connection,
-    pack: Path | None,
+    texts: dict[str, Path | None],
     device: str,
     cuda_graph: bool,
     arguments: list[str],
@@ -203,7 +209,7 @@ def _work(
     def answer(run: Run) -> None:
         result: Result | str
         try:
-            result = perform(run, pack, where, cuda_graph)
+            result = perform(run, texts.get(run.text), where, cuda_graph)
         except Exception:  # of any kind: it is the run's end, which is reported, not the worker's
             result = traceback.format_exc()
         if where.type == "cuda":

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from experiments.comparisons.figures import figure, table
+from experiments.language import bits_in_windows
 from experiments.pack import read_pack
 from experiments.report import filled, wrapped
 from experiments.runs import RESULTS
@@ -82,24 +82,8 @@ class Contender(Trainer):
         return fla_model(model) if self.name == "fla" else model
 
     def evaluate(self) -> float:
-        """Bits a byte of the held-out text, in windows of `seq_len` that each start from nothing;
-        also appended to `evaluations`. Tokens after the last whole window are left out.
-        """
-        self.model.eval()
-        T, start = self.settings.seq_len, self.corpus.document_start
-        nats, count = 0.0, 0
-        windows = (len(self.held_out) - 1) // T
-        for first in range(0, windows, self.settings.batch_size):
-            last = min(first + self.settings.batch_size, windows)
-            tokens = self.held_out[first * T : last * T + 1].to(self.device)
-            inputs, targets = tokens[:-1].view(-1, T), tokens[1:]
-            with torch.no_grad(), self._autocast():
-                logits = self.model(inputs).logits.flatten(0, 1).float()
-            nats += F.cross_entropy(logits, targets, ignore_index=start, reduction="sum").item()
-            count += int((targets != start).sum())
-        bits = nats / math.log(2) * self.corpus.held_out_tokens_per_byte / count
-        self.evaluations.append((self.step, bits))
-        return bits
+        """See `bits_in_windows`."""
+        return bits_in_windows(self)
 
 
 def fla_model(model: nn.Module) -> nn.Module:

@@ -148,6 +148,7 @@ class RecallTrainer(Trainer):
             return borrowed.Borrowed(run.layer, run.width, run.layers, VOCAB_SIZE, run.seq_len)
         sizes = {"hidden_size": run.width, "num_hidden_layers": run.layers}
         sizes |= {"num_heads": run.heads, "vocab_size": VOCAB_SIZE}
+        sizes |= {"max_position_embeddings": run.seq_len}
         config = GLAConfig(**sizes, tie_word_embeddings=run.tied)
         return make_model(run.layer, config, mlp=False)
 

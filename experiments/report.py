@@ -16,7 +16,8 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from experiments.run import EXPERIMENTS
+from experiments.comparisons import claims
+from experiments.run import EXPERIMENTS, Texts, vocabulary
 from experiments.runs import RESULTS, Results, foreseen
 from gla_ext.model.files import write_text
 
@@ -24,13 +25,16 @@ PAGE = Path(__file__).parents[1] / "docs" / "experiments.md"
 NOTHING = "No run of it is done yet."
 
 
-def most_frequent_text(results: Results) -> str:
-    """The text that most results on text are of."""
-    counts = Counter(result.run.text for result in results if result.run.text)
-    return counts.most_common(1)[0][0] if counts else ""
+def most_frequent_texts(results: Results) -> Texts:
+    """The text that most results on bytes, and on tokens of each vocabulary, are of."""
+    counts: dict[int, Counter[str]] = {}
+    for result in results:
+        if result.run.text:
+            counts.setdefault(result.run.vocabulary, Counter())[result.run.text] += 1
+    return {of: count.most_common(1)[0][0] for of, count in counts.items()}
 
 
-def summary(results: Results, text: str) -> str:
+def summary(results: Results, texts: Texts) -> str:
     """What the results ran on, and how long; how many are of another text than that."""
     devices: dict[str, list[float]] = {}
     for result in results:
@@ -39,18 +43,20 @@ def summary(results: Results, text: str) -> str:
         f"{len(seconds)} runs on {name}, {sum(seconds) / 3600:.1f} hours of them added up"
         for name, seconds in devices.items()
     )
-    others = sum(result.run.text not in ("", text) for result in results)
+    others = sum(result.run.text not in ("", *texts.values()) for result in results)
     if others:
         ran += f"; {others} of them read another text and are in no table"
-    return f"{ran}.{repeated(results, text)}"
+    return f"{ran}.{repeated(results, texts)}"
 
 
-def repeated(results: Results, text: str) -> str:
-    """A sentence on runs on a text that were performed again: how far their scores are apart."""
+def repeated(results: Results, texts: Texts) -> str:
+    """A sentence on runs on bytes that were performed again: how far their scores are apart."""
     apart = {
         first.run: abs(first.score - again.score)
         for first, again in results.repeats
-        if first.run.text == text != "" and math.isfinite(first.score - again.score)
+        if first.run.text == texts.get(0)
+        and not first.run.vocabulary
+        and math.isfinite(first.score - again.score)
     }
     if not apart:
         return ""
@@ -91,13 +97,15 @@ def filled(content: str, name: str, section: str, page: Path) -> str:
 
 def write(page: Path, scale: str, results: Results) -> None:
     """Puts figures and tables into the page and its folder."""
-    text = most_frequent_text(results)
+    texts = most_frequent_texts(results)
     sections = {}
     for name, module in EXPERIMENTS.items():
+        text = texts.get(vocabulary(name, scale), "")
         if section := module.report(scale, results, text, page.parent):
             section = f"{section}\n\n{progress(name, scale, results, text)}"
         sections[name] = section
-    sections["summary"] = summary(results, text)
+    sections["claims"] = claims.report(scale, results, texts, EXPERIMENTS)
+    sections["summary"] = summary(results, texts)
     content = page.read_text(encoding="utf-8")
     for name, section in sections.items():
         content = filled(content, name, wrapped(section) or NOTHING, page)

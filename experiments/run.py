@@ -18,13 +18,15 @@ from pathlib import Path
 
 import torch
 
-from experiments.comparisons import ablations, length, mqar, transformer, value_gates
-from experiments.comparisons.mqar import SLOW_LAYERS
+from experiments.comparisons import ablations, length, mqar, tokens, transformer, value_gates
+from experiments.comparisons.budget import Budget
 from experiments.perform import Worker, text_digest
 from experiments.runs import RESULTS, Result, Results, Run, foreseen, keep
 from experiments.text import PACK
 from gla_ext.devices import check_device, default_device
 from gla_ext.train.graph import check_graph
+from gla_ext.train.tokens.corpus import TokenCorpus
+from gla_ext.train.tokens.folder import open_folder
 
 EXPERIMENTS = {
     "mqar": mqar,
@@ -32,27 +34,48 @@ EXPERIMENTS = {
     "length": length,
     "value_gates": value_gates,
     "transformer": transformer,
+    # The cell that decides first.
+    "budget_512": Budget(0),
+    "budget_256": Budget(1),
+    "budget_128": Budget(2),
+    "budget_64": Budget(3),
+    "tokens_8k": tokens.AT_8K,
+    "tokens_32k": tokens.AT_32K,
+    "tokens_length": length.ON_TOKENS,
 }
+# Against GLA: what a step takes longer alone on a GPU.
+SLOWER = {"retnet": 1.5, "hyena": 2.5, "rwkv": 2.5, "mamba": 2.0}
+LONGEST_RUN = 450.0  # seconds, which recall has when it shares a GPU, or alone if that is longer
 _START_SECONDS = 20.0  # of a worker: imports, text, the first kernels
 
 
-def of_all(names: list[str], scale: str, text: str, results: Results) -> Iterator[Run]:
+Texts = dict[int, str]  # digests of what is read, by `Run.vocabulary`
+
+
+def vocabulary(name: str, scale: str) -> int:
+    """What an experiment reads: tokens of a vocabulary of so many; 0: bytes, or nothing."""
+    sizes = getattr(EXPERIMENTS[name], "sizes", None)
+    return sizes[scale].vocabulary if sizes else 0
+
+
+def of_all(names: list[str], scale: str, texts: Texts, results: Results) -> Iterator[Run]:
     """The experiments' runs, given what is done."""
     for name in names:
+        text = texts.get(vocabulary(name, scale), "")
         yield from EXPERIMENTS[name].runs(scale, results, text)
 
 
-def pending(names: list[str], scale: str, results: Results, text: str) -> list[Run]:
+def pending(names: list[str], scale: str, results: Results, texts: Texts) -> list[Run]:
     """The runs that are not done, each once: seed after seed, and of a seed in the order of the
     experiments' names, so that a table of all that is compared comes before its spread.
     """
-    runs = dict.fromkeys(of_all(names, scale, text, results))
+    runs = dict.fromkeys(of_all(names, scale, texts, results))
     return sorted((run for run in runs if run not in results), key=lambda run: run.seed)
 
 
-def still_to_be_done(names: list[str], scale: str, results: Results, text: str) -> list[Run]:
+def still_to_be_done(names: list[str], scale: str, results: Results, texts: Texts) -> list[Run]:
     """`pending`, with the runs that follow from it."""
-    _, left = foreseen(partial(of_all, names, scale, text), results)
+    _, left = foreseen(partial(of_all, names, scale, texts), results)
     return sorted(left, key=lambda run: run.seed)
 
 
@@ -60,26 +83,28 @@ def share(run: Run) -> float:
     """The part of a GPU that a run is taken to fill."""
     if run.task == "text":
         return 1.0
-    if run.layer in SLOW_LAYERS:
-        return 0.5  # of so many small kernels, which start one after the other
-    return 0.25 if run.width > 256 else 0.125
+    return min(1.0, max(0.25 if run.width > 256 else 0.125, _alone(run) / LONGEST_RUN))
+
+
+def _alone(run: Run) -> float:
+    """Seconds of recall on an H100 that nothing else uses, without an early end."""
+    step = max(1.6e-3, 5e-4 + 1e-10 * run.batch_size * run.seq_len * run.width)
+    return run.steps * step * SLOWER.get(run.layer, 1.0)
 
 
 def estimated_seconds(run: Run, results: Results) -> float:
     """How long a run takes on a GPU: as the done ones of its kind, else a guess for an H100."""
 
     def kind(of: Run) -> tuple:
-        return of.task, of.layer, of.width, of.layers, of.seq_len, of.segments, of.steps
+        sizes = of.width, of.layers, of.seq_len, of.segments, of.steps, of.vocabulary
+        return of.task, of.layer, *sizes
 
     alike = [r.details["seconds"] for r in results if kind(r.run) == kind(run)]
     if alike:
         return max(statistics.median(alike), alike[-1])
-    if run.layer in SLOW_LAYERS:
-        return 10 + 2.5e-3 * run.steps * run.seq_len  # a loop over tokens; two share a GPU
-    if run.task == "recall":  # without an early end
-        alone = 5e-4 + 1e-10 * run.batch_size * run.seq_len * run.width  # seconds a step
-        return 5 + (1.5 if run.layer == "retnet" else 1) * run.steps * alone / share(run)
-    seconds = run.tokens * run.layers * run.width**2 / 3.8e12
+    if run.task == "recall":
+        return 5 + _alone(run) / share(run)
+    seconds = run.tokens * run.width * (run.layers * run.width / 3.8e12 + run.vocabulary / 6e13)
     if run.layer == "attention":
         seconds *= 1 + run.seq_len / 3e3
     elif "value" in run.layer:
@@ -90,19 +115,22 @@ def estimated_seconds(run: Run, results: Results) -> float:
 class Session:
     """A worker on each device until a deadline."""
 
-    def __init__(self, options: argparse.Namespace, pack: Path | None, results: Results) -> None:
-        self.options, self.pack, self.results = options, pack, results
+    def __init__(
+        self, options: argparse.Namespace, sources: dict[int, Path | None], results: Results
+    ) -> None:
+        self.options, self.results = options, results
         self.deadline = time.monotonic() + 60 * options.minutes
         self.workers: dict[str, Worker] = {}
         self.failed: set[Run] = set()
-        self.text = text_digest(pack)
+        self.texts = {of: text_digest(source) for of, source in sources.items()}
+        self.sources = {self.texts[of]: source for of, source in sources.items()}
 
     def perform(self) -> tuple[int, int]:
         """Numbers of results kept and of runs that failed."""
         kept = 0
         try:
             while True:
-                waiting = pending(self.options.only, self.options.scale, self.results, self.text)
+                waiting = pending(self.options.only, self.options.scale, self.results, self.texts)
                 for device in self.options.device:
                     self._start(device, waiting)
                 running = [worker for worker in self.workers.values() if worker.running]
@@ -140,7 +168,7 @@ class Session:
             if time.monotonic() + seconds > self.deadline:
                 continue
             if worker is None:
-                worker = Worker(self.pack, device, self.options.cuda_graph)
+                worker = Worker(self.sources, device, self.options.cuda_graph)
                 self.workers[device], here = worker, worker.running
             worker.start(run)
             free -= share(run)
@@ -160,8 +188,10 @@ class Session:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line: 0, or 1 if runs failed, or 2 if it could not start."""
     options = _command_line().parse_args(argv)
-    options.only = options.only or list(EXPERIMENTS)
     try:
+        tokens = {TokenCorpus((open_folder(of),)).vocab_size: of for of in options.tokens}
+        read = {name: vocabulary(name, options.scale) for name in EXPERIMENTS}
+        options.only = options.only or [name for name in read if read[name] in (0, *tokens)]
         if unknown := set(options.only) - set(EXPERIMENTS):
             raise ValueError(f"expected experiments of {', '.join(EXPERIMENTS)}, got {unknown}")
         options.device = list(dict.fromkeys(of for each in options.device for of in _devices(each)))
@@ -173,23 +203,28 @@ def main(argv: list[str] | None = None) -> int:
             for device in options.device:
                 check_graph(torch.device(device))
         results = Results({RESULTS, options.out})
-        on_text = set(options.only) - {"mqar"}
+        if missing := {read[name] for name in options.only} - {0, *tokens}:
+            raise ValueError(
+                f"expected --tokens to name corpora of {missing} tokens too; `python -m "
+                "experiments.pretraining corpus --vocabulary N` makes one"
+            )
+        on_text = [x for x in options.only if not (read[x] or x.startswith(("mqar", "budget")))]
         pack = options.text if options.scale == "full" and on_text else None
         if pack is not None and not pack.is_file():
             raise FileNotFoundError(
                 f"expected --text to be a pack, got {pack}, which is not there; "
                 "`python -m experiments.text` makes one"
             )
-        session = Session(options, pack, results)
+        session = Session(options, {0: pack} | tokens, results)
         if options.list:
-            for run in still_to_be_done(options.only, options.scale, results, session.text):
+            for run in still_to_be_done(options.only, options.scale, results, session.texts):
                 print(f"{estimated_seconds(run, results):5.0f} s  {run}")
             return 0
         kept, failed = session.perform()
     except (OSError, ValueError) as error:
         print(f"experiments.run: {error}", file=sys.stderr)
         return 2
-    left = len(still_to_be_done(options.only, options.scale, results, session.text))
+    left = len(still_to_be_done(options.only, options.scale, results, session.texts))
     print(f"{kept} results in {options.out}; {failed} failed; {left} runs are still to be done")
     return 1 if failed else 0
 
@@ -219,6 +254,7 @@ def _command_line() -> argparse.ArgumentParser:
     add("--cuda-graph", action=argparse.BooleanOptionalAction, help=graphs)
     add("--device", nargs="+", default=["auto"], help="default: all GPUs, else the CPU")
     add("--text", type=Path, default=PACK, help=f"what experiments.text packed; {default}")
+    add("--tokens", type=Path, nargs="+", default=[], help="corpora of experiments.pretraining")
     add("--out", type=Path, default=RESULTS, help=f"folder for new results; {default}")
     add("--list", action="store_true", help="only say what is to be done, and for how long")
     return parser

@@ -25,6 +25,8 @@ class Run:
     examples: of 'recall' to train on, in passes; 0 only in old results, of others at every step.
     tied: whether the output matrix is the embeddings.
     text: digest of the text, '' of 'recall', which has none.
+    vocabulary: tokens of the text's tokenizer; 0: its bytes.
+    consecutive: rows of a batch that lie in a row in the text, each from no state.
     """
 
     task: str
@@ -42,6 +44,8 @@ class Run:
     examples: int = 0
     tied: bool = False
     text: str = ""
+    vocabulary: int = 0
+    consecutive: int = 1
 
     @property
     def key(self) -> str:

@@ -37,13 +37,14 @@ def kinds_table(results: list[dict]) -> list[str]:
     return lines if rows else []
 
 
-def line_of(row: Row) -> str | None:
-    """The name of the picture's line that a row is a point of, or None."""
-    if row.size != "374 M" or row.B * row.T != 32768 or row.autocast or row.loss:
+def line_of(row: Row, size: str) -> str | None:
+    """The name of the line of a size's picture that a row is a point of, or None."""
+    if row.size != size or row.B * row.T != 32768 or row.autocast or row.loss:
         return None
     if row.model == "Transformer++":
         kernel = "FlashAttention-2" if row.attention == "FLASH_ATTENTION" else "cuDNN"
-        return f"Transformer++, {kernel}" if row.compiled == "model" else None
+        whole = "model" if size == "374 M" else "blocks"
+        return f"Transformer++, {kernel}" if row.compiled == whole else None
     if row.accelerated or row.apart or row.hybrid or row.compiled == "blocks":
         return None
     return (
@@ -53,26 +54,28 @@ def line_of(row: Row) -> str | None:
     )
 
 
-def lines(results: list[dict]) -> dict[str, dict[int, dict]]:
+def lines(results: list[dict], size: str = "374 M") -> dict[str, dict[int, dict]]:
     """Results by line and length; the last counts of a row that was run again."""
     found: dict[str, dict[int, dict]] = {}
     several = len({r["build"] for r in results}) > 1
     for r in results:
         row = ROWS[r["row"]]
-        if "failed" not in r and (name := line_of(row)) is not None:
+        if "failed" not in r and (name := line_of(row, size)) is not None:
             name += f" ({r['build']})" if several and row.model == "gla_ext" else ""
             found.setdefault(name, {})[row.T] = r
     return found
 
 
-def draw(results: list[dict], path: Path) -> None:
+def draw(results: list[dict], path: Path, size: str = "374 M") -> None:
     """Tokens/s and peak memory against the length of a sequence, as the paper's Figure 6."""
     labels = {"tokens_per_s": "tokens/s, sustained", "peak_gib": "peak memory, GiB"}
+    found = lines(results, size)
+    lengths = sorted({T for points in found.values() for T in points})
     with panels(path, 2, (11, 4.5)) as (_, axes):
         for axis, (key, label) in zip(axes, labels.items(), strict=True):
-            for name, points in lines(results).items():
+            for name, points in found.items():
                 order = sorted(points)
                 axis.plot(order, [points[T][key] for T in order], marker=".", label=name)
-            over_lengths(axis, [2048, 8192, 32768], xlabel="T (32,768 tokens a step)", ylabel=label)
+            over_lengths(axis, lengths, xlabel="T (32,768 tokens a step)", ylabel=label)
             axis.set_ylim(bottom=0)
         axes[1].legend(fontsize=8)

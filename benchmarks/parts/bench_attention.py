@@ -23,13 +23,13 @@ def shapes() -> list[tuple[int, ...]]:
     return [(BATCH, T, *GLA_HEADS) for T in LENGTHS]
 
 
-def call(backend: SDPBackend, T: int, backward: bool) -> Callable[[], object]:
+def call(backend: SDPBackend, T: int, backward: bool, B: int = BATCH) -> Callable[[], object]:
     """One forward, or forward + backward. q, k and v have the strides that a projection's output
     has: tokens before heads.
     """
     H, D = ATTENTION_HEADS
     q, k, v, do = (
-        torch.randn(BATCH, T, H, D, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+        torch.randn(B, T, H, D, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
         for _ in range(4)
     )
     leaves = [t.requires_grad_(backward) for t in (q, k, v)]

@@ -12,7 +12,7 @@ SIZES = {
 class Row:
     """What runs. `attention` is the kernel of the Transformer's."""
 
-    model: str = "gla_ext"  # or FLA, Transformer++
+    model: str = "gla_ext"  # or FLA, Transformer++, Mamba
     size: str = "374 M"
     B: int = 16
     T: int = 2048
@@ -31,6 +31,13 @@ def over_lengths(name: str, row: Row) -> dict[str, Row]:
     """The row, and the same with as many tokens in longer sequences."""
     longer = {f"{name} {T}": dataclasses.replace(row, B=32768 // T, T=T) for T in (8192, 32768)}
     return {name: row} | longer
+
+
+def large(name: str, row: Row) -> dict[str, Row]:
+    """The row at 1.3 B over the lengths of the paper's Figure 6, 32,768 tokens a step."""
+    row = dataclasses.replace(row, size="1.3 B")
+    lengths = (2048, 8192, 16384, 32768)
+    return {f"1.3 B {name} {T}": dataclasses.replace(row, B=32768 // T, T=T) for T in lengths}
 
 
 ROWS = {
@@ -63,5 +70,13 @@ ROWS = {
     "1.3 B Transformer++ checkpointed": Row(
         "Transformer++", size="1.3 B", B=8, compiled="blocks", checkpointing=True
     ),
+    **large("gla_ext", Row()),
+    **large("FLA", Row("FLA")),
+    **large("Transformer++", Row("Transformer++", compiled="blocks")),
+    **large(
+        "Transformer++ FA2",
+        Row("Transformer++", compiled="blocks", attention="FLASH_ATTENTION"),
+    ),
+    **large("Mamba", Row("Mamba")),
 }
 DEFAULT_ROWS = [name for name, row in ROWS.items() if row.model != "FLA" and row.size == "374 M"]

@@ -26,6 +26,7 @@ KINDS = {  # the first that fits
     "inductor": ("triton_",),  # whose names quote the operators beside them
     "foreach copies": ("CopyFunctor", "::Copy<"),
     "attention": ("flash", "sdpa", "fmha", "cudnn"),
+    "scan": ("selective_scan", "causal_conv1d"),
     "products": ("gemm", "cutlass", "nvjet", "cublas", "splitk"),
     "operator": ("sm90::", "steps::"),
     "norms": ("cuda::Norm", "Narrow<", "Wide<", "rms_norm"),
@@ -224,7 +225,7 @@ def measure(name: str, row: Row, seconds: float, profiled: bool) -> dict:
             few = tokens_of(row, 1, HOST_TOKENS)
             times_ms(lambda: step(few), 5)
             result["host_ms"] = min(times_ms(lambda: step(few), 4, steps=10))
-            if row.model != "Transformer++":
+            if row.model in ("gla_ext", "FLA"):
                 result["layer_host_us"] = layer_host_us(model, row)
         result["product_parameters"] = product_parameters(model)
         return result | {"device": torch.cuda.get_device_name()}

@@ -22,12 +22,15 @@ def build(
     """A model with random weights.
 
     Args:
-        kind: gla_ext; FLA, with the same weights; or Transformer++.
+        kind: gla_ext; FLA, with the same weights; Transformer++; or Mamba: transformers' model,
+            with two blocks for each of ours: they have no MLP.
     """
     torch.manual_seed(0)
     with torch.device(device):
         if kind == "Transformer++":
             return Transformer(GLAConfig(**sizes)).to(dtype)
+        if kind == "Mamba":
+            return _mamba(sizes).to(dtype)
         model = GLAForCausalLM(GLAConfig(**sizes)).to(dtype)
         if kind == "gla_ext":
             return model
@@ -36,6 +39,16 @@ def build(
         theirs = gla.GLAForCausalLM(gla.GLAConfig(**sizes)).to(dtype)
     theirs.load_state_dict(model.state_dict())
     return theirs
+
+
+def _mamba(sizes: dict) -> nn.Module:
+    import causal_conv1d  # noqa: F401, without these two transformers loops over tokens
+    import mamba_ssm  # noqa: F401
+    from transformers import MambaConfig, MambaForCausalLM
+
+    own = {name: sizes[name] for name in ("hidden_size", "vocab_size")}
+    own |= {"num_hidden_layers": 2 * sizes["num_hidden_layers"], "tie_word_embeddings": False}
+    return MambaForCausalLM(MambaConfig(**own, use_cache=False))
 
 
 def of_few_layers(sizes: dict) -> dict:

@@ -111,17 +111,19 @@ def speed(x, functions: dict[str, Callable]) -> Times:
 
 def peak_bytes(x, functions: dict[str, Callable]) -> dict[str, int]:
     """The most that one forward + backward has allocated beside the inputs x."""
-    results = {}
-    for name, run in variants(functions, x, True).items():
-        run()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        torch.cuda.synchronize()
-        results[name] = torch.cuda.max_memory_allocated() - before
-    return results
+    return {name: peak_of(run) for name, run in variants(functions, x, True).items()}
+
+
+def peak_of(run: Callable[[], object]) -> int:
+    """The most bytes that a second call has allocated beside what was there."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def host_times(functions: dict[str, Callable]) -> dict[str, dict[str, float]]:

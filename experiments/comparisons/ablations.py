@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class Scale:
     steps: int
     rates: tuple[float, ...]
     seeds: int
+    vocabulary: int = 0
 
 
 SCALES = {
@@ -57,13 +58,17 @@ class Comparison:
             makes a column and orders the rows.
         beside: the variant that the others are compared with.
         heads: of the columns of names and of probabilities.
-        measure: bits a byte of a result, NaN of a run that diverged. Default: the score.
+        measure: what is compared of a result, NaN of a run that diverged. Default: the score.
+        unit: of what is compared.
+        sizes: of the runs.
     """
 
     variants: Mapping[str, tuple]
     beside: str
     heads: tuple[str, str]
     measure: Callable[[Result], float] = attrgetter("score")
+    unit: str = "bits a byte"
+    sizes: Mapping[str, Scale] = field(default_factory=lambda: SCALES)
 
     def runs(self, scale: str, results: Results, text: str) -> Iterator[Run]:
         """Each variant at all rates, then its best rate with the other seeds."""
@@ -73,28 +78,37 @@ class Comparison:
         """A table of variants, with the probability that each is no other than `beside`, and what
         may be said; '' while there are no results.
         """
-        sweep = self._sweep(scale, results, text)
+        sweep, scores = self._sweep(scale, results, text), self.scores(scale, results, text)
         papers = {name: of[2] for name, of in self.variants.items() if len(of) > 2}
-        names = sorted(self.variants, key=papers.__getitem__) if papers else [*self.variants]
+        names = sorted(self.variants, key=lambda name: papers.get(name, 0))
+        scores = {name: scores[name] for name in names if name in scores}
         found = {name: results.of(sweep.chosen(name, whole=False)) for name in names}
         measured = {name: [self.measure(x) for x in done] for name, done in found.items() if done}
-        scores = {name: finite(of) for name, of in measured.items() if finite(of)}
         rows = []
         for name, of in measured.items():
             beside = (scores.get(name, ()), scores.get(self.beside, ()))
             p = "" if name == self.beside else p_value(*beside)
-            parameters = f"{found[name][0].details['parameters'] / 1e6:.2f} M"
-            paper = [f"{papers[name]:.2f}"] if papers else []
-            rows.append([name, *paper, spread(of, 4), p, sweep.rate_of(name), parameters])
+            paper = [f"{papers[name]:.2f}" if name in papers else ""] if papers else []
+            size = _parameters(found[name][0])
+            rows.append([name, *paper, spread(of, 4), p, sweep.rate_of(name), size])
         column = ["paper, perplexity"] if papers else []
-        head = [self.heads[0], *column, "here, bits a byte", self.heads[1], "rate", "size"]
-        ordered = order(scores, names) if papers else ""
+        head = [self.heads[0], *column, f"here, {self.unit}", self.heads[1], "rate", "size"]
+        ordered = order(scores, [name for name in names if name in papers]) if papers else ""
         edges = sweep.at_edges(names)
         said = " ".join(filter(None, (verdict(scores, self.beside), ordered, edges)))
         return f"{table(head, rows)}\n\n{said}" if rows else ""
 
+    def scores(self, scale: str, results: Results, text: str) -> dict[str, list[float]]:
+        """Of each variant what is compared of its seeds at the best rate so far, but of runs that
+        diverged.
+        """
+        sweep = self._sweep(scale, results, text)
+        found = {name: results.of(sweep.chosen(name, whole=False)) for name in self.variants}
+        scores = {name: finite(map(self.measure, of)) for name, of in found.items()}
+        return {name: of for name, of in scores.items() if of}
+
     def _sweep(self, scale: str, results: Results, text: str) -> Sweep:
-        size = SCALES[scale]
+        size = self.sizes[scale]
 
         def make(name: str, lr: float) -> Run:
             return text_run(size, text, *self.variants[name][:2], lr)
@@ -102,5 +116,13 @@ class Comparison:
         return Sweep(make, size.rates, size.seeds, results)
 
 
-_COMPARISON = Comparison(VARIANTS, "GLA, 4 heads", ("variant", "p, against GLA"))
-runs, report = _COMPARISON.runs, _COMPARISON.report
+def _parameters(result: Result) -> str:
+    """How many; of tokens, also without embeddings and output matrix."""
+    run, parameters = result.run, result.details["parameters"]
+    without = parameters - 2 * run.vocabulary * run.width
+    note = f" ({without / 1e6:.2f} M without embeddings)" if run.vocabulary else ""
+    return f"{parameters / 1e6:.2f} M{note}"
+
+
+comparison = Comparison(VARIANTS, "GLA, 4 heads", ("variant", "p, against GLA"))
+runs, report = comparison.runs, comparison.report

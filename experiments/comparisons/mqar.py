@@ -90,28 +90,33 @@ def _run(
     return Run("recall", **model, **task, steps=steps, lr=lr, seed=seed, examples=size.examples)
 
 
-def report(scale: str, results: Results, text: str, folder: Path) -> str:
-    """Draws experiments_mqar.png, of the tasks that are begun, and returns the table."""
+def done(scale: str, results: Results) -> dict[Difficulty, dict[str, dict[int, list[Result]]]]:
+    """What is done, one a seed, of each task, layer and width."""
     size = SCALES[scale]
-    layers = (*LAYERS, *SLOW_LAYERS)
-    done = {
+    return {
         task: {
             layer: {
                 width: results.of(_chosen(size, task, width, layer, results, whole=False))
                 for width in size.widths
             }
-            for layer in layers
+            for layer in (*LAYERS, *SLOW_LAYERS)
         }
         for task in size.difficulties
     }
-    begun = [task for task in done if any(any(of.values()) for of in done[task].values())]
+
+
+def report(scale: str, results: Results, text: str, folder: Path) -> str:
+    """Draws experiments_mqar.png, of the tasks that are begun, and returns the table."""
+    size, found = SCALES[scale], done(scale, results)
+    layers = (*LAYERS, *SLOW_LAYERS)
+    begun = [task for task in found if any(any(of.values()) for of in found[task].values())]
     if not begun:
         return ""
     with figure(folder / "experiments_mqar.png", len(begun)) as axes:
         for axis, task in zip(axes, begun, strict=True):
-            for place, (layer, of) in enumerate(done[task].items()):
+            for place, (layer, of) in enumerate(found[task].items()):
                 beside = 1.02 ** (place - len(layers) / 2)  # or many would lie on one at 1
-                points = {w * beside: [r.score for r in found] for w, found in of.items() if found}
+                points = {w * beside: [r.score for r in own] for w, own in of.items() if own}
                 line(axis, layer, points, f"C{place}", MARKERS[place])
             axis.set_xscale("log", base=2)
             axis.set_xticks(size.widths, [str(width) for width in size.widths])
@@ -123,14 +128,14 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
         axes[0].figure.legend(*drawn, loc="outside lower center", ncols=len(layers))
     rows = []
     for task in reversed(begun):
-        for layer, of in done[task].items():
+        for layer, of in found[task].items():
             if any(of.values()):
                 rate = _sweep(size, task, results).rate_of(layer)
                 cells = [spread([r.score for r in of[width]]) for width in size.widths]
                 rows.append([f"{task[0]}, {task[1]}", layer, rate, *cells])
     head = ["tokens, pairs", "layer", "rate", *(f"width {width}" for width in size.widths)]
     parts = ["![accuracy against width](experiments_mqar.png)", table(head, rows)]
-    return "\n\n".join([*parts, against_paper({task: done[task] for task in begun})])
+    return "\n\n".join([*parts, against_paper({task: found[task] for task in begun})])
 
 
 def against_paper(done: dict[Difficulty, dict[str, dict[int, list[Result]]]]) -> str:

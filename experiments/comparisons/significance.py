@@ -21,11 +21,11 @@ def verdict(scores: dict[str, list[float]], beside: str) -> str:
         beside: the name that the others are compared with.
     """
     own = scores.get(beside, [])
-    named = {name: x for name, x in scores.items() if name != beside}
-    tested = {name: x for name, x in named.items() if min(len(x), len(own)) > 1}
+    named = [name for name in scores if name != beside]
+    tested = [name for name in named if min(len(scores[name]), len(own)) > 1]
     if not tested:
         return "Of fewer than two seeds nothing is concluded."
-    differ = holm({name: welch(x, own) for name, x in tested.items()})
+    differ = differing(scores, beside)
     level = statistics.fmean(own)
     better = [name for name in differ if statistics.fmean(scores[name]) < level]
     groups = {
@@ -39,6 +39,13 @@ def verdict(scores: dict[str, list[float]], beside: str) -> str:
     if few := [name for name in named if name not in tested]:
         sentences.append(f"Of one seed, so nothing is concluded: {'; '.join(few)}.")
     return " ".join(sentences)
+
+
+def differing(scores: dict[str, list[float]], beside: str) -> list[str]:
+    """The names whose scores differ from those of `beside`; see `verdict`."""
+    own = scores.get(beside, [])
+    others = {name: x for name, x in scores.items() if name != beside}
+    return holm({n: welch(x, own) for n, x in others.items() if min(len(x), len(own)) > 1})
 
 
 def order(scores: dict[str, list[float]], expected: Sequence[str]) -> str:

@@ -28,5 +28,5 @@ def within(result: Result) -> float:
     return bits_of_first(by_position, result.run.seq_len) if by_position else math.nan
 
 
-_COMPARISON = Comparison(VARIANTS, "GLA", ("model", "p, against GLA"), measure=within)
-runs, report = _COMPARISON.runs, _COMPARISON.report
+comparison = Comparison(VARIANTS, "GLA", ("model", "p, against GLA"), measure=within)
+runs, report = comparison.runs, comparison.report

@@ -13,5 +13,5 @@ VARIANTS = {
     "none": ("no gate", 4, 23.21),
 }
 
-_COMPARISON = Comparison(VARIANTS, "α, keys", ("gates", "p, against keys"))
-runs, report = _COMPARISON.runs, _COMPARISON.report
+comparison = Comparison(VARIANTS, "α, keys", ("gates", "p, against keys"))
+runs, report = comparison.runs, comparison.report

@@ -102,7 +102,7 @@ def test_without_mlp_a_block_is_its_layer():
 
 SIZES = {  # layers and heads, and how far apart their numbers of parameters may be
     "ablations": ([(layer, heads) for layer, heads, _ in VARIANTS.values()], 1.005),
-    "all layers": ([(layer, 4 if has_state(layer) else 8) for layer in LAYERS], 1.01),
+    "all layers": ([(layer, 4 if has_state(layer) else 8) for layer in LAYERS], 1.02),
 }
 
 

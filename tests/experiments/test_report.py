@@ -14,11 +14,12 @@ from experiments.comparisons.significance import holm, order, verdict
 from experiments.runs import Results, foreseen
 
 TEXT = "digest"
+TEXTS = {0: TEXT}
 SIZE = ablations.SCALES["full"]
 CURVE = [[place * 512, 2.0 - place / 100] for place in range(64)]
 RATES = len(SIZE.rates)
 # Of runs: of each variant a sweep, and two seeds more.
-COUNTS = {"ablations": 6, "value_gates": 4, "length": 8, "transformer": 5}
+COUNTS = {"ablations": 6, "value_gates": 4, "length": 9, "transformer": 5}
 COUNTS = {name: variants * (RATES + 2) for name, variants in COUNTS.items()}
 GATES = {"gla": 1.0, "gla, values too": 1.1, "values alone": 1.2, "no gate": 1.3}
 LEVELS = {name: 1.0 + place / 10 for place, name in enumerate(ablations.VARIANTS)}
@@ -44,7 +45,7 @@ def score(of):
 def perform(results, names, count, score=score):
     """Does the next runs, as `python -m experiments.run` would."""
     for _ in range(count):
-        todo = run.pending(names, "full", results, TEXT)
+        todo = run.pending(names, "full", results, TEXTS)
         results.add(result(todo[0], score(todo[0])))
 
 
@@ -78,7 +79,7 @@ def test_ablations_of_some_seeds(tmp_path):
     perform(results, ["ablations"], 9)
     page = ablations.report("full", results, TEXT, tmp_path)
     assert "(n =" not in page and "(comparisons: 5)" in page and "one seed" not in page
-    assert not run.pending(["ablations"], "full", results, TEXT)
+    assert not run.pending(["ablations"], "full", results, TEXTS)
     said = report.progress("ablations", "full", results, TEXT)
     assert said.startswith(f"All {COUNTS['ablations']} runs are done")
 
@@ -140,8 +141,8 @@ def test_results_of_another_text_and_runs_that_were_performed_again():
     others = [result(replace(of.run, text="other"), 1.0) for of in list(results)[:2]]
     for other in others:
         results.add(other)
-    assert report.most_frequent_text(results) == TEXT
-    said = report.summary(results, TEXT)
+    assert report.most_frequent_texts(results) == TEXTS
+    said = report.summary(results, TEXTS)
     assert said.startswith("8 runs on GPU, 0.1 hours") and said.endswith(
         "; 2 of them read another text and are in no table."
     )
@@ -151,7 +152,7 @@ def test_results_of_another_text_and_runs_that_were_performed_again():
         results.add(result(of.run, score))
     assert [pair[0].run for pair in results.repeats] == [of.run for of in (a, b, c, d)]
     assert list(results)[:3] == before
-    assert report.summary(results, TEXT).endswith(
+    assert report.summary(results, TEXTS).endswith(
         " 2 runs on text were performed again, with the same seed: their scores are 0.020 bits a "
         "byte apart on average, 0.030 at most."
     )
@@ -174,7 +175,7 @@ def test_lengths_while_sweeps_go_on(tmp_path):
     assert f"| GLA | 2K | {cells} | 0.002 (best of 1) | 1 |" in page.splitlines()
     assert (tmp_path / "experiments_length.png").is_file()
     results = Results([])
-    perform(results, ["length"], 8 + 1, lambda of: math.nan if of.segments > 1 else 1.5)
+    perform(results, ["length"], 9 + 1, lambda of: math.nan if of.segments > 1 else 1.5)
     page = length.report("full", results, TEXT, tmp_path)
     assert "12 x 2K" not in page and page.endswith("Runs that diverged, which are in no row: 2.")
     assert "| Transformer++ | 8K | " in page
@@ -189,14 +190,14 @@ def test_lengths_while_sweeps_go_on(tmp_path):
 
 def test_all_that_is_compared_comes_before_its_spread():
     names, results, order = list(COUNTS), Results([]), []
-    while todo := run.pending(names, "full", results, TEXT):
+    while todo := run.pending(names, "full", results, TEXTS):
         order.append(todo[0])
         results.add(result(todo[0], score(todo[0])))
     assert [of.seed for of in order] == sorted(of.seed for of in order)
     first = order[:6]
     assert {(of.layer, of.heads) for of in first} == {v[:2] for v in ablations.VARIANTS.values()}
     assert {of.lr for of in first} == {SIZE.rates[0]}
-    assert len(order) == len(run.still_to_be_done(names, "full", Results([]), TEXT))
+    assert len(order) == len(run.still_to_be_done(names, "full", Results([]), TEXTS))
     assert max(run.estimated_seconds(of, Results([])) for of in order) < 480
     for name, count in COUNTS.items():
         done, left = foreseen(partial(run.EXPERIMENTS[name].runs, "full", text=TEXT), results)

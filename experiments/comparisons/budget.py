@@ -1,0 +1,97 @@
+"""Recall with the whole of Zoology's budget, for what has not learned it in a tenth (`mqar`).
+
+A task is an experiment: seed 0 at all rates, width after width, so that a width is a complete
+column of the table; then the best rate of each layer and width with the other seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.comparisons import mqar
+from experiments.comparisons.figures import MARKERS, figure, line, table
+from experiments.recall import SOLVED
+from experiments.runs import Result, Results, Run, Sweep, spread
+
+BORROWED = ("hyena", "mamba", "rwkv")
+LAYERS = ("attention", "gla", "gla, convolution", "retnet", "head gate", *BORROWED)
+RATES = {"tiny": (1e-3, 1e-2), "full": (4.6e-4, 2.2e-3, 1e-4, 1e-2)}
+PASSES = {"tiny": 0.4, "full": 64}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """One task of `mqar`.
+
+    place: from its hardest, 0, on which every layer gets the whole budget.
+    """
+
+    place: int
+
+    def runs(self, scale: str, results: Results, text: str) -> Iterator[Run]:
+        """Of each width the sweeps, then the other seeds; none of a scale with fewer tasks."""
+        if self.place >= len(mqar.SCALES[scale].difficulties):
+            return
+        for width in mqar.SCALES[scale].widths:
+            layers = [x for x in LAYERS if self._is_open(scale, x, width, results)]
+            yield from self._sweep(scale, width, results).runs(layers)
+
+    def _is_open(self, scale: str, layer: str, width: int, results: Results) -> bool:
+        """Whether a tenth of the budget was too little, or was not tried."""
+        size = mqar.SCALES[scale]
+        if self.place == 0 or layer in BORROWED:
+            return True
+        task = size.difficulties[-1 - self.place]
+        done = results.of(mqar._chosen(size, task, width, layer, results, whole=False))
+        return not done or any(result.score < SOLVED for result in done)
+
+    def _sweep(self, scale: str, width: int, results: Results) -> Sweep:
+        size = mqar.SCALES[scale]
+        seq_len, pairs, batch_size = size.difficulties[-1 - self.place]
+        steps = round(PASSES[scale] * size.examples / batch_size)
+        task = {"seq_len": seq_len, "pairs": pairs, "batch_size": batch_size, "steps": steps}
+        sizes = {"width": width, "layers": 2, "heads": 2, "tied": True, "examples": size.examples}
+
+        def make(layer: str, lr: float) -> Run:
+            return Run("recall", layer=layer, lr=lr, **sizes, **task)
+
+        return Sweep(make, RATES[scale], size.seeds, results)
+
+    def done(self, scale: str, results: Results) -> dict[str, dict[int, list[Result]]]:
+        """What is done at the best rates so far, one a seed, of each layer and width."""
+        size = mqar.SCALES[scale]
+        if self.place >= len(size.difficulties):
+            return {}
+        sweeps = {width: self._sweep(scale, width, results) for width in size.widths}
+        return {
+            layer: {w: results.of(sweep.chosen(layer, whole=False)) for w, sweep in sweeps.items()}
+            for layer in LAYERS
+        }
+
+    def report(self, scale: str, results: Results, text: str, folder: Path) -> str:
+        """Draws the task's figure and returns its table: accuracy, and in brackets the rate."""
+        size = mqar.SCALES[scale]
+        drawn = {x: of for x, of in self.done(scale, results).items() if any(of.values())}
+        if not drawn:
+            return ""
+        seq_len, pairs, _ = size.difficulties[-1 - self.place]
+        sweeps = {width: self._sweep(scale, width, results) for width in size.widths}
+        name, rows = f"experiments_budget_{seq_len}.png", []
+        with figure(folder / name) as (axis,):
+            for place, (layer, of) in enumerate(drawn.items()):
+                points = {w: [result.score for result in done] for w, done in of.items() if done}
+                line(axis, layer, points, f"C{place}", MARKERS[place])
+                cells = [spread([result.score for result in done]) for done in of.values()]
+                rates = [f" ({sweep.rate_of(layer)})" for sweep in sweeps.values()]
+                rows.append(
+                    [layer, *(c + r if c else "" for c, r in zip(cells, rates, strict=True))]
+                )
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(size.widths, [str(width) for width in size.widths])
+            axis.set(title=f"{seq_len} tokens, {pairs} pairs", xlabel="width", ylabel="accuracy")
+            axis.set_ylim(-0.02, 1.02)
+            axis.legend()
+        head = ["layer", *(f"width {width} (rate)" for width in size.widths)]
+        return f"![accuracy against width]({name})\n\n{table(head, rows)}"
