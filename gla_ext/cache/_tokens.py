@@ -14,6 +14,7 @@ from gla_ext.ops.recurrent import recurrent_gla_commit_
 LENGTH = 16  # tokens that a row's buffer holds: a state is written once in so many steps
 FEWEST_ROWS = 33  # fewer have the kernels of `gla_ext.model.step`, which write the states
 DEVICES = ("cuda",)
+MOST_KEYS = 512  # of a head; more need 137 KiB of shared memory, and some GPUs have 99
 
 
 def are_faster(rows: int, device: torch.device) -> bool:
@@ -53,6 +54,10 @@ class TokenBuffers:
         """
         autocast = torch.is_autocast_enabled(self.counts.device.type)
         return not (is_batch_invariant() or autocast)
+
+    def allow(self, k: Tensor) -> bool:
+        """Whether tokens with such keys, `[B, T, HK, K]`, may be kept now."""
+        return self.allowed and k.shape[-1] <= MOST_KEYS
 
     def fit(self, rows: int) -> bool:
         """Whether a step of the first so many rows uses the buffers now."""

@@ -99,7 +99,7 @@ class StaticGLACache(GLACache):
         """Arguments of `recurrent_gla_buffered_step_` for a layer's tokens; None if they go into
         the state directly. The first prompt makes the buffers.
         """
-        if self.buffers is None or layer_idx is None or not self.buffers.allowed:
+        if self.buffers is None or layer_idx is None or not self.buffers.allow(k):
             return None
         found = self.buffers.of(layer_idx, k, v, gk, self.batch_size)
         return None if self._prefills or not self.buffering else found

@@ -31,7 +31,8 @@ class Decoder:
 
     With more than 32 rows on a CUDA device a step reads the recurrent states and keeps its token
     beside them; it writes a state only once in 16 tokens. These tokens take memory: see "Tokens
-    beside the states" on the page on serving. Not so in batch-invariant mode and under autocast.
+    beside the states" on the page on serving. Not so in batch-invariant mode, under autocast, and
+    for heads of more than 512 keys.
 
         decoder = Decoder(model, batch_size=2, temperature=0.8, top_k=50)
         first = decoder.prefill([[1, 5, 7], [1, 9]])  # [2], the first token of each

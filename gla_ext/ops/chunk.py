@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gla_ext._chunks import CHUNK
-from gla_ext.ops._checks import OFF, check_scale, wide_state, without_last_of_one
+from gla_ext.ops._checks import OFF, check_scale, check_tensors, wide_state, without_last_of_one
 from gla_ext.ops._context import context_of
 from gla_ext.ops._door import at_once, form_of, on_shards, when_read
 from gla_ext.ops._flops import chunks
@@ -227,6 +227,13 @@ def chunk_gla_step(
         ...         q[:, t : t + 1], *since, boundary_state=state)
         ...     first = (t + 1) // 64 * 64
     """
+    check_tensors("chunk_gla_step", "q k", q, k)
+    if q is None or k is None or not q.ndim == k.ndim == 4:
+        got = [None if t is None else list(t.shape) for t in (q, k)]
+        raise ValueError(
+            "chunk_gla_step: expected q [B, M, H, K] and k [B, N, HK, K] to be tensors of 4 "
+            f"dimensions, got {got[0]} and {got[1]}"
+        )
     newest, tokens = q.shape[1], k.shape[1]
     if not 1 <= newest <= tokens <= CHUNK:
         raise ValueError(

@@ -239,6 +239,23 @@ def test_where_buffers_are_faster(monkeypatch):
 
 
 @pytest.mark.usefixtures("buffers")
+@pytest.mark.parametrize(("most", "step_of_layers"), [(4, STEP), (3, PLAIN_STEP)])
+def test_heads_of_many_keys_have_no_buffers(most, step_of_layers, monkeypatch):
+    monkeypatch.setattr(_tokens, "MOST_KEYS", most)
+    decoders = pair(make_model(torch.float64))
+    assert torch.equal(*(decoder.prefill(PROMPTS) for decoder in decoders))
+    with Calls() as calls:
+        for _ in range(20):
+            decoders[0].step()
+    assert calls.count(step_of_layers) == 20 * 2
+    for _ in range(20):
+        decoders[1].step()
+    assert torch.equal(decoders[0].tokens, decoders[1].tokens)
+    assert (decoders[0].nbytes > decoders[1].nbytes) == (most == 4)
+    assert_same_states(*decoders)
+
+
+@pytest.mark.usefixtures("buffers")
 def test_a_compiled_step_is_compiled_once(monkeypatch):
     model = make_model(torch.float64)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

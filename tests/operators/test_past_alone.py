@@ -174,6 +174,16 @@ def test_errors(newest, tokens):
         chunk_gla_step(x[:, :newest], *[x[:, :tokens]] * 3)
 
 
+@pytest.mark.parametrize("q, got", [(torch.zeros(4), r"\[4\]"), (None, "None")])
+def test_not_tensors_of_tokens(q, got):
+    x = torch.zeros(1, 2, 1, 4)
+    message = rf"chunk_gla_step: expected q .* 4 dimensions, got {got} and \[1, 2, 1, 4\]"
+    with pytest.raises(ValueError, match=message):
+        chunk_gla_step(q, x, x, x)
+    with pytest.raises(TypeError, match="chunk_gla_step: expected k to be a tensor, got <class 'l"):
+        chunk_gla_step(x, [1.0], x, x)
+
+
 @by_dtype
 @by_gate
 def test_packed_and_pool(gate, dtype):
