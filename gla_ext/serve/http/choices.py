@@ -90,7 +90,8 @@ class TextChoice:
     ) -> None:
         for name, value in zip(_LISTS, (self._names[first], None, None, 0), strict=True):
             logprobs[name].append(value)
-        for x, offset in zip(rest, offsets[1:], strict=True):
+        # There is no rest if a refresh ended the sequence while its prompt was read.
+        for x, offset in zip(rest, offsets[1:], strict=bool(rest)):
             self._add(logprobs, x, offset)
 
     def _add(self, logprobs: dict, x: TokenLogprob, offset: int) -> None:
