@@ -107,7 +107,7 @@ def test_an_echo_whose_prompt_is_being_read(engine):
     assert 0 < sequence.passed < len(tokens)
     engine.refresh()
     delta = dict(engine.step())[sequence]
-    echo = Echo(text, sequence.request.tokens, skip_special=True)
+    echo = Echo(Bytes(), text, sequence.request.tokens, skip_special=True)
     choice = TextChoice(0, Names(Bytes()), True, echo).render(delta)
     assert (choice["text"], choice["finish_reason"]) == (text, "refresh")
     assert choice["logprobs"]["token_logprobs"] == [None]
