@@ -120,6 +120,16 @@ def test_auto(case):
     assert f"optimizer {taken:.2f} GB a rank" in reason and "of 72.0 usable" in reason
 
 
+def test_auto_counts_gathered_weights():
+    """In fp32 too, where a replica needs no other weights than its own."""
+    model, ranks = make_model(), {"replicate": 1, "hybrid": 4, "shard": 16}
+    parameters = sum(p.numel() for p in model.parameters())
+    for bytes_each, expected in ((16.1, "replicate"), (15.9, "hybrid"), (7.9, "shard")):
+        there = int(parameters * bytes_each / memory.SHARE)
+        kind, _ = memory.choose(model, False, 0, there, ranks)
+        assert kind == expected
+
+
 def run_auto(group, folder, nodes, tensor_parallel):
     from test_training import sharded
 

@@ -8,7 +8,7 @@ from models import make_model
 from served import client_of
 
 from gla_ext.serve import Engine, Limits
-from gla_ext.serve.text import Bytes
+from gla_ext.serve.text import Bytes, Detokenizer
 
 pytest.importorskip("starlette")
 PROMPTS = ["def f(x):", "\N{SNOWMAN}", "", "yes, " * 50]
@@ -102,6 +102,16 @@ def test_text_alone(client):
     assert first["logprobs"] is None
     (nothing,) = choices_of(client, prompt="ab", max_tokens=0)
     assert (nothing["text"], nothing["finish_reason"]) == ("", "length")
+
+
+def test_choices_share_what_they_echo(client, monkeypatch):
+    """The tokens of a long prompt are decoded once, not for each choice."""
+    pushed, push = [], Detokenizer.push
+    monkeypatch.setattr(Detokenizer, "push", lambda *args: [pushed.append(args), push(*args)][1])
+    prompts = ["yes, " * 50, "no, " * 40]
+    found = choices_of(client, prompt=prompts, n=8, max_tokens=0, echo=True, logprobs=0)
+    assert [choice["text"] for choice in found] == [text for text in prompts for _ in range(8)]
+    assert len(pushed) == 2 * sum(len(Bytes().encode(text)) for text in prompts)  # whole, streamed
 
 
 def test_without_a_tokenizer(model):

@@ -8,11 +8,12 @@ from changing import LIMITS, optimizer_step
 from models import make_model
 from served import client_of
 
-from gla_ext.serve import Engine
+from gla_ext.serve import Engine, Request
 from gla_ext.serve.text import Bytes
 
 for package in ("starlette", "httpx"):
     pytest.importorskip(package)
+from gla_ext.serve.http.choices import Echo, Names, TextChoice  # noqa: E402
 
 
 @pytest.fixture
@@ -93,6 +94,23 @@ def test_running_completions(engine, keep_running):
     else:
         assert choice["finish_reason"] == "refresh"
         assert 3 <= new < 12
+
+
+def test_an_echo_whose_prompt_is_being_read(engine):
+    """It ends with its text, and without the log-probabilities that are not known."""
+    engine.submit(Request([1], 12))  # beside which prompts are read in pieces
+    engine.step()
+    text = "once upon a time " * 20
+    tokens = Bytes().encode(text)
+    (sequence,) = engine.submit(Request(tokens, logprobs=0, prompt_logprobs=0))
+    engine.step()
+    assert 0 < sequence.passed < len(tokens)
+    engine.refresh()
+    delta = dict(engine.step())[sequence]
+    echo = Echo(Bytes(), text, sequence.request.tokens, skip_special=True)
+    choice = TextChoice(0, Names(Bytes()), True, echo).render(delta)
+    assert (choice["text"], choice["finish_reason"]) == (text, "refresh")
+    assert choice["logprobs"]["token_logprobs"] == [None]
 
 
 def test_what_is_refused(engine):

@@ -162,8 +162,10 @@ class Application:
         for index, sequence in enumerate(sequences):
             choices[sequence] = form(index, names, wanted)
             if asked.echo:
-                prompt, request = asked.prompts[index // asked.n], sequence.request
-                echo = Echo(prompt, request.tokens, request.skip_special_tokens)
+                if index % asked.n == 0:  # one for all choices of a prompt
+                    prompt, request = asked.prompts[index // asked.n], sequence.request
+                    given = (prompt, request.tokens, request.skip_special_tokens)
+                    echo = Echo(self.engine.tokenizer, *given)
                 choices[sequence] = form(index, names, wanted, echo)
         ident = f"{form.ident}-{secrets.token_hex(12)}"
         args = (ident, self.options.name, asked, choices, inbox, self.options.write_seconds)

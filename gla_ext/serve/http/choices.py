@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from gla_ext.serve.request import Delta, TokenLogprob
@@ -29,16 +30,24 @@ class Names:
 
 
 class Echo:
-    """A prompt that a reply begins with: its text, if it was given as text, and its tokens."""
+    """A prompt that choices begin with: its text, if it was given as text, and its tokens."""
 
-    def __init__(self, prompt: str | list[int], tokens: Sequence[int], skip_special: bool) -> None:
-        self._prompt, self.tokens, self._skip_special = prompt, tokens, skip_special
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt: str | list[int],
+        tokens: Sequence[int],
+        skip_special: bool,
+    ) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._prompt, self.tokens = prompt, tokens
 
-    def read(self, tokenizer: Tokenizer | None) -> tuple[str, list[int]]:
+    @cached_property
+    def shown(self) -> tuple[str, list[int]]:
         """Its text, and the offset of each token in it."""
         pieces = [""] * len(self.tokens)
-        if tokenizer is not None:
-            push = Detokenizer(tokenizer, [], self._skip_special).push
+        if self._tokenizer is not None:
+            push = Detokenizer(self._tokenizer, [], self._skip_special).push
             pieces = [push(token) for token in self.tokens]
         text = "".join(pieces)
         offsets = [0]
@@ -70,7 +79,7 @@ class TextChoice:
         text = delta.text
         logprobs = {name: [] for name in _LISTS} if self._logprobs else None
         if self._echo is not None:
-            prompt, offsets = self._echo.read(self._names.tokenizer)
+            prompt, offsets = self._echo.shown
             text, self._start = prompt + text, len(prompt)
             if logprobs is not None:
                 self._add_prompt(logprobs, self._echo.tokens[0], delta.prompt_logprobs, offsets)
@@ -90,7 +99,8 @@ class TextChoice:
     ) -> None:
         for name, value in zip(_LISTS, (self._names[first], None, None, 0), strict=True):
             logprobs[name].append(value)
-        for x, offset in zip(rest, offsets[1:], strict=True):
+        # There is no rest if a refresh ended the sequence while its prompt was read.
+        for x, offset in zip(rest, offsets[1:], strict=bool(rest)):
             self._add(logprobs, x, offset)
 
     def _add(self, logprobs: dict, x: TokenLogprob, offset: int) -> None:

@@ -21,7 +21,8 @@ def choose(
     """Of the kinds of `--parallel` the first that fits, else the last; and the reason in words.
 
     A replica takes, for each parameter, 4 bytes of weight, 4 of gradient and 8 of the optimizer, in
-    bf16 also 2 of the weight that products take. Shards take the 16 bytes once in all.
+    bf16 also 2 of the weight that products take. Shards take the 16 bytes once in all, and each
+    rank the gathered weight that products take.
 
     Args:
         bf16: whether products are in bf16.
@@ -32,8 +33,10 @@ def choose(
     size, config, parameters = 2 if bf16 else 4, model.config, count_parameters(model)
     channels = config.num_hidden_layers * config.hidden_size
     activations = size * tokens * (BLOCK * channels + LOGITS * config.vocab_size)
-    copies = 2 * parameters * bf16
-    taken = {kind: 16 * parameters / count + copies for kind, count in ranks.items()}
+    taken = {
+        kind: parameters * (16 / count + size * (bf16 or count > 1))
+        for kind, count in ranks.items()
+    }
     there = SHARE * memory
     kind = next((kind for kind, x in taken.items() if x + activations <= there), [*ranks][-1])
     reason = (
