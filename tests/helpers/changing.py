@@ -34,7 +34,7 @@ def fused_step(model):
 
 
 def own_optimizer(model):
-    optimizer_step(model, optimizer_of(model, lr=0.1, weight_decay=0.0))
+    optimizer_step(model, optimizer_of(model.parameters(), lr=0.1, weight_decay=0.0))
 
 
 def optimizer_step(model, optimizer=None):
