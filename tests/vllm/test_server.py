@@ -50,7 +50,8 @@ def test_completions(port, tmp_path):
     command += ["--served-model-name", "bytes", "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    server = subprocess.Popen(command, env=environment)
+    # In another folder than this source, which `-m` would import in place of what is installed.
+    server = subprocess.Popen(command, env=environment, cwd=tmp_path)
     prompts = ["d", "def f(x):\n    return", "ä" * 100]
     try:
         wait_for(port, server)
