@@ -32,6 +32,24 @@ def run(engine, *requests, cancel_after=None):
     return [(tokens, "".join(texts), *reasons) for tokens, texts, reasons in found.values()]
 
 
+def run_and_cancel(engine, requests, steps, choose):
+    """Cancels the sequences that `choose` takes after some steps. Returns all sequences, the tokens
+    of each, those cancelled, and why each ended that had not before.
+    """
+    sequences = engine.submit(*requests)
+    tokens, reasons = {sequence: [] for sequence in sequences}, {}
+    for _ in range(steps):
+        for sequence, delta in engine.step():
+            tokens[sequence] += delta.tokens
+    left = choose(sequences)
+    for sequence in left:
+        engine.cancel(sequence)
+    for sequence, delta in deltas(engine):
+        tokens[sequence] += delta.tokens
+        reasons[sequence] = delta.finish_reason
+    return sequences, tokens, left, reasons
+
+
 def greedy(model, tokens, count):
     (row,) = model.generate([tokens], count, temperature=0)
     return row[len(tokens) :].tolist()

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from engines import SMALL, deltas, greedy, is_empty, prompt, run
+from engines import SMALL, greedy, is_empty, prompt, run, run_and_cancel
 from models import make_model
 
 from gla_ext.cache import GLACache, StaticGLACache
@@ -177,18 +177,10 @@ def test_few_rows_and_cancellation_leak_none(options):
     beginnings = [prompt(n) for n in (200, 130, 700)]
     for _ in range(8):
         asked = [chosen.choice(beginnings) + prompt(chosen.randint(1, 300)) for _ in range(5)]
-        generations = engine.submit(*(Request(p, 4, temperature=0) for p in asked))
-        tokens = {generation: [] for generation in generations}
-        for _ in range(chosen.randint(0, 3)):
-            for generation, delta in engine.step():
-                tokens[generation] += delta.tokens
-        left = chosen.sample(generations, 2)
-        for generation in left:
-            engine.cancel(generation)
-        reasons = {}
-        for generation, delta in deltas(engine):
-            tokens[generation] += delta.tokens
-            reasons[generation] = delta.finish_reason
+        requests = [Request(p, 4, temperature=0) for p in asked]
+        generations, tokens, left, reasons = run_and_cancel(
+            engine, requests, chosen.randint(0, 3), lambda among: chosen.sample(among, 2)
+        )
         for generation, p in zip(generations, asked, strict=True):
             if generation not in left:
                 assert tokens[generation] == greedy(model, p, 4)

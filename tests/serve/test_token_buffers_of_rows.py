@@ -9,7 +9,7 @@ import pytest
 import torch
 from changing import optimizer_step
 from dispatch import Calls
-from engines import SMALL, deltas, greedy, is_empty, prompt, run
+from engines import SMALL, deltas, greedy, is_empty, prompt, run, run_and_cancel
 from models import MODEL_EVERY, make_model
 
 from gla_ext.cache import _tokens
@@ -86,16 +86,10 @@ def test_rows_whose_last_owner_was_cancelled(options):
             Request(prompt(chosen.randint(1, 150), n), chosen.randint(1, 40), temperature=0)
             for n in range(8)
         ]
-        sequences = engine.submit(*requests)
-        tokens = {sequence: [] for sequence in sequences}
-        for _ in range(chosen.randint(1, 20)):
-            for sequence, delta in engine.step():
-                tokens[sequence] += delta.tokens
-        left = chosen.sample(sequences, 3)
-        for sequence in left:
-            engine.cancel(sequence)
-        for sequence, delta in deltas(engine):
-            tokens[sequence] += delta.tokens
+        steps = chosen.randint(1, 20)
+        sequences, tokens, left, _ = run_and_cancel(
+            engine, requests, steps, lambda among: chosen.sample(among, 3)
+        )
         for request, sequence in zip(requests, sequences, strict=True):
             whole = greedy(model, [*request.tokens], request.max_new_tokens)
             assert tokens[sequence] == whole[: len(tokens[sequence])]
