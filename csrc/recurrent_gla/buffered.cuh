@@ -6,8 +6,6 @@
 namespace gla_ext::cuda {
 namespace recurrent {
 
-__host__ __device__ inline int padded_keys(int K) { return (K + 7) / 8 * 8; }
-
 struct BufferRow {
   int run, row, head;  // run: number among the heads of all rows
   int slot;            // -1: none

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kScoreThreads, 8)
   sm90::release_next_kernel();
   const BufferRow row(p, b, blockIdx.x);
   if (row.slot < 0) return;
-  const int T = static_cast<int>(p.T), held = row.folds ? 0 : row.held, Kp = padded_keys(p.K);
+  const int T = static_cast<int>(p.T), held = row.folds ? 0 : row.held, Kp = b.Kp;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool owns = row.owns_keys(p, b);
 #pragma unroll 1

@@ -9,7 +9,7 @@
 //         [P, H, K, V] or v-first
 // writes  o [B, T, H, V], v to the buffer, and the state where it is folded
 // Sums are made in fp32. o is made of the rounded state, which a later step will read. Every sum's
-// order depends on K, V, the layout and whether T is 1.
+// order depends on K, the layout, the state's dtype and whether T is 1.
 #pragma once
 
 #include "buffered.cuh"
@@ -71,7 +71,7 @@ __device__ __forceinline__ void load_values(const Recurrence& p, const Buffers& 
 template <class Tile, int kK, class Shared>
 __device__ __forceinline__ void load_fold_keys(const Recurrence& p, const Buffers& b,
                                                const BufferRow& row, Shared& s) {
-  const int Kp = padded_keys(p.K);
+  const int Kp = b.Kp;
   const float* from = b.keys + row.keys(p, b) * kFoldRows * Kp;
 #pragma unroll 2
   for (int i = threadIdx.x; i < kFoldRows * kK / 4; i += Tile::kThreads) {
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(Tile::kThreads, (kBufferedBlocks<Tile, kK, kT>
   const int tiles = blocks_of(p.V, Tile::kValues);
   const int first_value = static_cast<int>(blockIdx.x % tiles) * Tile::kValues;
   const BufferRow row(p, b, blockIdx.x / tiles);
-  const int T = static_cast<int>(p.T), Kp = padded_keys(p.K);
+  const int T = static_cast<int>(p.T), Kp = b.Kp;
   if (row.slot < 0) {
     sm90::await_previous_kernel();
 #pragma unroll 1

@@ -108,35 +108,36 @@ class RecurrentCall : Launch {
     gate.overlaps = gate.overlaps && takes_dependent_launch(options_.device());
     launch(recurrent_low_rank_step, p, gate);
   }
-  void buffered_step(Buffers& b, const BufferedStep& a) {
-    const int64_t B = p.B, T = p.T, HK = a.k.size(2), Kp = (p.K + 7) / 8 * 8;
-    b.HK = static_cast<int32_t>(HK);
+  void buffered_step(const BufferedStep& a) {
+    Buffers b;
+    b.HK = static_cast<int32_t>(a.k.size(2));
     b.L = static_cast<int32_t>(a.buffer_k.size(1));
+    b.Kp = (p.K + 7) / 8 * 8;
     input(b.k, a.buffer_k);
     input(b.v, a.buffer_v);
     input(b.g, a.buffer_g);
     input(b.count, a.count);
+    const int64_t queries = p.B * p.H * p.T, keys = p.B * b.HK;
     float** parts[]{&b.scores, &b.queries, &b.keys, &b.values};
-    const int64_t sizes[]{B * p.H * T * kMostBuffered, B * p.H * T * Kp, B * HK * kFoldRows * Kp,
-                          B * HK * T * p.V};
-    const int64_t total = std::accumulate(std::begin(sizes), std::end(sizes), int64_t{0});
-    float* next = hold(at::empty({total}, options_.dtype(at::kFloat))).mutable_data_ptr<float>();
+    const int64_t sizes[]{queries * kMostBuffered, queries * b.Kp, keys * kFoldRows * b.Kp,
+                          keys * p.T * p.V};
+    float* next = scratch(std::accumulate(std::begin(sizes), std::end(sizes), int64_t{0}));
     for (int i = 0; i < 4; ++i) *parts[i] = next, next += sizes[i];
     launch(recurrent_buffered_step, p, b, takes_dependent_launch(options_.device()));
   }
   void verify() { launch(recurrent_verify, p, multiprocessors()); }
   void backward() {
     const auto plan = plan_recurrent_backward(p, multiprocessors());
-    const auto floats = [&](float*& part, int64_t n) {
-      if (n > 0) part = hold(at::empty({n}, options_.dtype(at::kFloat))).mutable_data_ptr<float>();
-    };
-    floats(p.kept, plan.kept);
-    floats(p.replayed, plan.replayed);
-    floats(p.partials, plan.partials);
+    if (plan.kept > 0) p.kept = scratch(plan.kept);
+    if (plan.replayed > 0) p.replayed = scratch(plan.replayed);
+    if (plan.partials > 0) p.partials = scratch(plan.partials);
     launch(recurrent_backward, p, plan);
   }
 
  private:
+  float* scratch(int64_t floats) {
+    return hold(at::empty({floats}, options_.dtype(at::kFloat))).mutable_data_ptr<float>();
+  }
   // The grid of a kernel has a block for at least kValues values of a head of a sequence.
   void check_heads(const char* op, const Shape& shape) const {
     constexpr int64_t kValues = 16;
@@ -222,6 +223,19 @@ at::Tensor run_on_pool(const TokenInputs& in, const PoolInputs& pool, std::optio
   return o;
 }
 
+// The inputs of a token step that have the same name in each, and its o.
+template <class Arguments>
+at::Tensor take_step(RecurrentCall& call, const Arguments& a) {
+  Recurrence& p = call.p;
+  p.state_v_first = a.state_v_first;
+  call.input(p.q, a.q);
+  call.input(p.k, a.k);
+  call.input(p.v, a.v);
+  call.input(p.slots, a.slots);
+  use_pool(p, a.state, /*write=*/true);
+  return call.output(p.o, p.V, a.v.scalar_type());
+}
+
 at::Tensor low_rank_step_cuda(const LowRankStep& a) {
   const char* op = "recurrent_gla_low_rank_step_";
   Shape shape = check_low_rank_step(a);
@@ -236,14 +250,7 @@ at::Tensor low_rank_step_cuda(const LowRankStep& a) {
   check_pool_layout(op, a.state, /*written=*/true);
   shape.N = shape.B;  // a run is a row
   RecurrentCall call(op, shape, a.q, a.scale);
-  Recurrence& p = call.p;
-  p.state_v_first = a.state_v_first;
-  call.input(p.q, a.q);
-  call.input(p.k, a.k);
-  call.input(p.v, a.v);
-  call.input(p.slots, a.slots);
-  at::Tensor o = call.output(p.o, p.V, a.v.scalar_type());
-  use_pool(p, a.state, /*write=*/true);
+  at::Tensor o = take_step(call, a);
   LowRankGate gate{.h = h.const_data_ptr(), .h_stride = R, .rank = static_cast<int32_t>(R)};
   // A head's K rows of the weight, and its K biases, are passed as a row of one token.
   call.input(gate.weight, weight.view({1, 1, a.k.size(2), K * R}));
@@ -269,17 +276,9 @@ at::Tensor buffered_step_cuda(const BufferedStep& a) {
   TORCH_CHECK_NOT_IMPLEMENTED(a.state.size(0) <= kMaxBlocks, op, ": expected at most ", kMaxBlocks,
                               " slots on CUDA, got ", a.state.size(0));
   RecurrentCall call(op, shape, a.q, a.scale);
-  Recurrence& p = call.p;
-  p.state_v_first = a.state_v_first;
-  call.input(p.q, a.q);
-  call.input(p.k, a.k);
-  call.input(p.v, a.v);
+  at::Tensor o = take_step(call, a);
   call.input_key_gate(a.gk);
-  call.input(p.slots, a.slots);
-  at::Tensor o = call.output(p.o, p.V, a.v.scalar_type());
-  use_pool(p, a.state, /*write=*/true);
-  Buffers buffers;
-  call.buffered_step(buffers, a);
+  call.buffered_step(a);
   return o;
 }
 

@@ -83,11 +83,12 @@ void recurrent_verify_bf16(const Recurrence& p, int multiprocessors, cudaStream_
 void recurrent_verify_fp16(const Recurrence& p, int multiprocessors, cudaStream_t stream);
 
 // The buffers of a pool's slots, of p's P slots and B rows, and what the two kernels of a step pass
-// on, in floats. Kp: K up to the next multiple of 8.
+// on, in floats.
 struct Buffers {
   Rows k, v, g;   // [P, L, HK, K | V]
   Indices count;  // [P]
   int32_t HK = 0, L = 0;
+  int32_t Kp = 0;            // K up to the next multiple of 8
   float* scores = nullptr;   // [B, H, T, kMostBuffered]
   float* queries = nullptr;  // [B, H, T, Kp], q decayed to the state
   // Of rows whose buffer is folded: its keys decayed to its end, and behind them their decay; and v
