@@ -4,12 +4,14 @@
 // If the new tokens do not fit, n = 0 for these, and the buffer's keys are decayed to its end:
 //   k~_j = k_j ⊙ a_{j+1} .. a_{n-1}
 //
-// grid    (row, head), 256 keys at a time, two a thread
+// grid    (row, head), 256 keys at a time, two a thread, with 128 threads for each of 4 tokens
 // reads   q, k, gk [B, T, H | HK, K], v [B, T, HK, V], the buffers [P, L, HK, K | V]
 // writes  A [B, H, T, 16], q^ [B, H, T, Kp], k~ and their decay, the new tokens to the buffers, and
 //         before that the v that they replace in a fold
 // Decays are running products, exact at a reset; everything is fp32. The next kernel starts at
 // once.
+#include <algorithm>
+
 #include "buffered.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
@@ -20,8 +22,12 @@ namespace gla_ext::cuda {
 namespace recurrent {
 namespace {
 
-constexpr int kScoreThreads = 128, kScoreKeys = 2 * kScoreThreads;  // of a block at a time
+constexpr int kScoreThreads = 128, kScoreKeys = 2 * kScoreThreads;  // of a token at a time
 constexpr int kScoreWarps = kScoreThreads / 32;
+constexpr int kScoreTokens = 4;  // of a block at a time
+
+// The number of its first key channel among those of a block.
+__device__ __forceinline__ int first_key() { return threadIdx.x % kScoreThreads * 2; }
 
 // Neighbouring key channels; a thread has two.
 struct Pair {
@@ -34,7 +40,7 @@ struct Places {
   T rows[kMostBuffered][kScoreKeys];
 
   __device__ __forceinline__ Pair pair(int j) const {
-    const T* at = &rows[j][2 * threadIdx.x];
+    const T* at = &rows[j][first_key()];
     if constexpr (sizeof(T) == 4) {
       const float2 y = *reinterpret_cast<const float2*>(at);
       return {y.x, y.y};
@@ -53,7 +59,7 @@ struct Places {
                       (added == 0 || (step == 1 && tokens.aligned && tokens.data != nullptr));
     if (fast) {
 #pragma unroll 2
-      for (int i = threadIdx.x; i < (held + added) * kOfToken; i += kScoreThreads) {
+      for (int i = threadIdx.x; i < (held + added) * kOfToken; i += blockDim.x) {
         const int j = i / kOfToken, c = i % kOfToken * kEach;
         const bool old = j < held;
         const T* from = old ? static_cast<const T*>(buffer.data) + row.buffer_offset(buffer, j)
@@ -63,12 +69,12 @@ struct Places {
       return;
     }
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (held + added) * kScoreThreads; i += kScoreThreads) {
+    for (int i = threadIdx.x; i < (held + added) * kScoreThreads; i += blockDim.x) {
       const int j = i / kScoreThreads;
       const bool old = j < held;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int c = 2 * threadIdx.x + e;
+        const int c = first_key() + e;
         const T* from =
             old ? static_cast<const T*>(buffer.data) + row.buffer_offset(buffer, j) + first + c
                 : static_cast<const T*>(tokens.data) + row.offset(tokens, j - held) +
@@ -82,14 +88,37 @@ struct Places {
   __device__ __forceinline__ void store(T* to, int j, int first, int K) const {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int c = 2 * threadIdx.x + e;
+      const int c = first_key() + e;
       if (first + c < K) to[first + c] = rows[j][c];
     }
   }
 };
 
+// Calls f(j, there, w, k_j) for every place j, last first; then w is decayed by the place's gate.
+// Places behind `last` are not there. Four are read at once, so that no one waits for another's
+// exp.
+template <class In, class Gate, class F>
+__device__ __forceinline__ void for_places(const Places<In>& k, const Places<Gate>& g, int last,
+                                           Pair& w, F&& f) {
+#pragma unroll
+  for (int four = kMostBuffered - 4; four >= 0; four -= 4) {
+    const bool any = four <= last;
+#pragma unroll
+    for (int j = four + 3; j >= four; --j) {
+      if (!any) {
+        f(j, false, w, Pair{});
+        continue;
+      }
+      const bool there = j <= last;
+      const Pair g_j = g.pair(j);
+      f(j, there, w, k.pair(j));
+      w = {there ? w.x * decay_of(g_j.x) : w.x, there ? w.y * decay_of(g_j.y) : w.y};
+    }
+  }
+}
+
 template <class In, class Gate>
-__global__ void __launch_bounds__(kScoreThreads, 8)
+__global__ void __launch_bounds__(kScoreThreads* kScoreTokens, 2)
     buffered_scores_kernel(const __grid_constant__ Recurrence p,
                            const __grid_constant__ Buffers b) {
   __shared__ __align__(16) Places<In> k;
@@ -99,11 +128,12 @@ __global__ void __launch_bounds__(kScoreThreads, 8)
   const BufferRow row(p, b, blockIdx.x);
   if (row.slot < 0) return;
   const int T = static_cast<int>(p.T), held = row.folds ? 0 : row.held, Kp = b.Kp;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x % kScoreThreads / 32, lane = threadIdx.x % 32;
+  const int own = threadIdx.x / kScoreThreads, tokens = blockDim.x / kScoreThreads;
   const bool owns = row.owns_keys(p, b);
 #pragma unroll 1
   for (int first = 0; first < Kp; first += kScoreKeys) {
-    const int key = first + 2 * static_cast<int>(threadIdx.x);
+    const int key = first + first_key();
     const bool there = key < p.K;
     const auto query = [&](int t) {
       const In* q = static_cast<const In*>(p.q.data) + row.offset(p.q, t) + key;
@@ -119,36 +149,27 @@ __global__ void __launch_bounds__(kScoreThreads, 8)
     };
     if (row.folds && owns) {
       copy(row.held, 0);
-      float* to = b.keys + row.keys(p, b) * kFoldRows * Kp + key;
-      Pair w{1, 1};
-#pragma unroll 4
-      for (int j = kMostBuffered - 1; j >= 0; --j) {
-        Pair x{0, 0};
-        if (j < row.held && there) {
-          const Pair k_j = k.pair(j), g_j = g.pair(j);
-          x = {w.x * k_j.x, w.y * k_j.y};
-          w = {w.x * decay_of(g_j.x), w.y * decay_of(g_j.y)};
-        }
-        if (key < Kp) *reinterpret_cast<float2*>(to + j * Kp) = make_float2(x.x, x.y);
+      if (own == 0 && key < Kp) {
+        float* to = b.keys + row.keys(p, b) * kFoldRows * Kp + key;
+        Pair w{1, 1};
+        for_places(k, g, there ? row.held - 1 : -1, w, [&](int j, bool is, Pair w, Pair k_j) {
+          *reinterpret_cast<float2*>(to + j * Kp) =
+              is ? make_float2(w.x * k_j.x, w.y * k_j.y) : float2{};
+        });
+        *reinterpret_cast<float2*>(to + kMostBuffered * Kp) = make_float2(w.x, w.y);
       }
-      if (key < Kp) *reinterpret_cast<float2*>(to + kMostBuffered * Kp) = make_float2(w.x, w.y);
       __syncthreads();  // the tokens have been read
     }
-    Pair q = query(0);
+    Pair q = query(own);
     copy(held, T);
 #pragma unroll 1
-    for (int t = 0; t < T; ++t) {
+    for (int t = own; t < T; t += tokens) {
       Pair w = q;
-      if (t + 1 < T) q = query(t + 1);
+      if (t + tokens < T) q = query(t + tokens);
       float x[kMostBuffered];
-#pragma unroll
-      for (int j = kMostBuffered - 1; j >= 0; --j) {
-        x[j] = 0;
-        if (j > held + t || !there) continue;
-        const Pair k_j = k.pair(j), g_j = g.pair(j);
-        x[j] = fmaf(w.y, k_j.y, w.x * k_j.x);
-        w = {w.x * decay_of(g_j.x), w.y * decay_of(g_j.y)};
-      }
+      for_places(k, g, there ? held + t : -1, w, [&](int j, bool is, Pair w, Pair k_j) {
+        x[j] = is ? fmaf(w.y, k_j.y, w.x * k_j.x) : 0.f;
+      });
       if (key < Kp)
         *reinterpret_cast<float2*>(b.queries + (int64_t{row.run} * T + t) * Kp + key) =
             make_float2(w.x, w.y);
@@ -165,7 +186,7 @@ __global__ void __launch_bounds__(kScoreThreads, 8)
     }
     __syncthreads();  // the tokens have been read, and every warp's parts are written
   }
-  for (int i = threadIdx.x; i < T * kMostBuffered; i += kScoreThreads) {
+  for (int i = threadIdx.x; i < T * kMostBuffered; i += blockDim.x) {
     const int t = i / kMostBuffered, j = i % kMostBuffered;
     float sum = s_parts[t][0][j];
 #pragma unroll
@@ -175,7 +196,7 @@ __global__ void __launch_bounds__(kScoreThreads, 8)
   if (!owns || !row.folds) return;
   const int replaced = T < row.held ? T : row.held;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < replaced * p.V; i += kScoreThreads) {
+  for (int i = threadIdx.x; i < replaced * p.V; i += blockDim.x) {
     const int64_t place = row.buffer_offset(b.v, i / p.V) + i % p.V;
     b.values[row.keys(p, b) * T * p.V + i] = to_float(static_cast<const In*>(b.v.data)[place]);
   }
@@ -185,12 +206,14 @@ __global__ void __launch_bounds__(kScoreThreads, 8)
 }  // namespace recurrent
 
 void recurrent_buffered_scores(const Recurrence& p, const Buffers& buffers, cudaStream_t stream) {
+  const int threads =
+      recurrent::kScoreThreads * static_cast<int>(std::min<int64_t>(p.T, recurrent::kScoreTokens));
   with_dtype(p.k.dtype, [&](auto in) {
     with_dtype(buffers.g.dtype, [&](auto gate) {
       using In = typename decltype(in)::type;
       using Gate = typename decltype(gate)::type;
       recurrent::buffered_scores_kernel<In, Gate>
-          <<<static_cast<unsigned>(p.B * p.H), recurrent::kScoreThreads, 0, stream>>>(p, buffers);
+          <<<static_cast<unsigned>(p.B * p.H), threads, 0, stream>>>(p, buffers);
     });
   });
 }
