@@ -1,40 +1,34 @@
-// A block's part of a state in a step with buffers: how threads share it, its product with queries,
-// and the fold of a buffer into it.
+// A block's part of a state in a step with buffers: its product with queries, and the fold of a
+// buffer into it.
 #pragma once
 
 #include "cuda/device/vec.cuh"
 #include "cuda/sm90/tiles/ptx.cuh"
 #include "state_product.cuh"
-#include "tile.cuh"
 
 namespace gla_ext::cuda {
 namespace recurrent {
 
 // A block has all keys of kValues values: a tile whose rows are keys ([K, V] states) or values ([V,
-// K]). A thread has a piece, 16 bytes, of every kGroups-th row, all in the same columns.
-template <class State, int kK, bool kVFirst_>
+// K]).
+template <class State, int kKeys, bool kVFirst_>
 struct BufferedTile {
+  static constexpr int kK = kKeys;
   static constexpr bool kVFirst = kVFirst_;
-  static constexpr int kThreads = kK > 512 ? 512 : 256;
-  static constexpr int kC = 16 / sizeof(State);
-  static constexpr int kPieces = 8;
+  static constexpr int kThreads = kK > 512 ? 512 : 256, kWarps = kThreads / 32;
+  static constexpr int kC = 16 / sizeof(State);  // numbers of a piece, which is copied at once
+  static constexpr int kPieces = 8;              // of a thread
   static constexpr int kValues = kPieces * kThreads * kC / kK;
   static constexpr int kRows = kVFirst ? kValues : kK, kColumns = kVFirst ? kK : kValues;
-  static constexpr int kLanes = kColumns / kC, kGroups = kThreads / kLanes;
-  static_assert(kPieces == kRows / kGroups);
-  // Sums over keys that make up an o.
-  static constexpr int kParts = !kVFirst ? kThreads / 32 : kLanes > 32 ? kLanes / 32 : 1;
+  static constexpr int kRowPieces = kColumns / kC;
 
-  __device__ __forceinline__ static int row(int i) {
-    return i * kGroups + static_cast<int>(threadIdx.x) / kLanes;
+  // Offset of a number in shared memory. The pieces of a row are exchanged, so that lanes that load
+  // pairs of numbers of even rows, or of odd ones, use different banks.
+  __device__ __forceinline__ static int place(int row, int column) {
+    const int flips = (row / 2 % 4 * 2 + row / 8 % 2) & (kRowPieces - 1);
+    return (row * kRowPieces + (column / kC ^ flips)) * kC + column % kC;
   }
-  __device__ __forceinline__ static int column() { return threadIdx.x % kLanes * kC; }
-  // Where a column's number is in a row in shared memory: the first fours of all pieces come first,
-  // so that the lanes of a load use different banks.
-  __device__ __forceinline__ static int place(int column) {
-    return kC == 4 ? column : column / 8 * 4 + column % 4 + column / 4 % 2 * (kColumns / 2);
-  }
-  // How many numbers of a piece exist, and the first one's offset in the matrix.
+  // How many numbers exist from this one on in its row, and its offset in the matrix.
   __device__ __forceinline__ static int valid_of(const Recurrence& p, int first_value, int row,
                                                  int column) {
     if (kVFirst) return first_value + row < p.V ? p.K - column : 0;
@@ -47,63 +41,64 @@ struct BufferedTile {
   }
 };
 
-// A fold adds rows ⊗ columns of every token: the rows' numbers [kRows, kFoldPitch] and the columns'
-// [kFoldRows, kColumns]. One of them is v, the other k~ with its decay behind the last token.
-template <class Tile, int kT>
-struct BufferedShared {
-  static constexpr int kRowNumbers = Tile::kRows * kFoldPitch;
-  static constexpr int kColumnNumbers = kFoldRows * Tile::kColumns;
+constexpr int kQueries = 8;  // tokens whose outputs are made at once
 
-  // [kRows, kColumns]; but in a fold, a thread reads what it has copied there itself.
-  uint4 state[Tile::kPieces][Tile::kThreads];
-  alignas(16) float v[Tile::kVFirst ? kRowNumbers : kColumnNumbers];
-  alignas(16) float A[kT][kMostBuffered];
+template <class State, class Tile>
+struct BufferedShared {
+  static constexpr int kPad = 8;  // so that neighbouring tokens are in different banks
+  alignas(16) State state[Tile::kRows * Tile::kColumns];
+  alignas(16) float v[kMostBuffered][Tile::kValues + kPad];
+  alignas(16) float A[kQueries][kMostBuffered];
   union {
-    alignas(16) float keys[Tile::kVFirst ? kColumnNumbers : kRowNumbers];  // of a fold
-    float o[kT][Tile::kParts][Tile::kValues];                              // after it
+    alignas(16) float keys[kFoldRows][Tile::kK + kPad];  // of a fold: k~ and its decay
+    float o[kQueries][Tile::kWarps][Tile::kValues];      // after it: every warp's sums over keys
   };
 
-  __device__ __forceinline__ const float* rows() const { return Tile::kVFirst ? v : keys; }
-  __device__ __forceinline__ const float* columns() const { return Tile::kVFirst ? keys : v; }
-  __device__ __forceinline__ static int v_index(int j, int value) {
-    return Tile::kVFirst ? value * kFoldPitch + j : j * Tile::kColumns + Tile::place(value);
+  // Row j of the factor of a fold whose numbers belong to the state's rows, or to its columns.
+  __device__ __forceinline__ const float* of_rows(int j) const {
+    return Tile::kVFirst ? v[j] : keys[j];
   }
-  __device__ __forceinline__ static int key_index(int j, int key) {
-    return Tile::kVFirst ? j * Tile::kColumns + Tile::place(key) : key * kFoldPitch + j;
+  __device__ __forceinline__ const float* of_columns(int j) const {
+    return Tile::kVFirst ? keys[j] : v[j];
   }
 };
 
 // A block's part of a state in shared memory.
 template <class Tile, class State, Access kAccess>
 struct BufferedState {
-  static constexpr int kC = Tile::kC, kPieces = Tile::kPieces;
-  using Piece = Vec<State, kC>;
+  using Shared = BufferedShared<State, Tile>;
 
-  // Copies all pieces at once; they are there after `wait`.
-  template <class Shared>
+  // Starts to copy all of it.
   __device__ __forceinline__ static void load(const Recurrence& p, const State* matrix,
                                               int first_value, Shared& s) {
+    constexpr int kC = Tile::kC;
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const State* from = matrix + Tile::offset_of(p, first_value, Tile::row(i), Tile::column());
-      const int valid = Tile::valid_of(p, first_value, Tile::row(i), Tile::column());
+    for (int i = 0; i < Tile::kPieces; ++i) {
+      const int piece = i * Tile::kThreads + static_cast<int>(threadIdx.x);
+      const int row = piece / Tile::kRowPieces, column = piece % Tile::kRowPieces * kC;
+      const State* from = matrix + Tile::offset_of(p, first_value, row, column);
+      const int valid = Tile::valid_of(p, first_value, row, column);
+      State* to = s.state + Tile::place(row, column);
       if constexpr (kAccess == Access::kFast)
-        sm90::copy16(sm90::shared_address(&s.state[i][threadIdx.x]), from, valid > 0);
+        sm90::copy16(sm90::shared_address(to), from, valid > 0);
       else
-        put(s, i, load_each<State, kC>(from, valid));
+        *reinterpret_cast<Vec<State, kC>*>(to) = load_each<State, kC>(from, valid);
     }
     sm90::commit_copies();
   }
-  __device__ __forceinline__ static void wait() { sm90::wait_for_copies<0>(); }
+  // Until all that the block copies is there.
+  __device__ __forceinline__ static void wait() {
+    sm90::wait_for_copies<0>();
+    __syncthreads();
+  }
 
   // Folds the buffer, of which s has v, k~ and the decay, and stores the state: S = decay ⊙ S +
   // rows columnsᵀ on tensor cores, 16 rows and columns at a time. A factor is the sum of
   // two tf32 numbers; the product of the low ones is left out, and v of 16 bits (v_is_short) has
   // none.
-  template <class Shared>
   __device__ __forceinline__ static void fold(const Recurrence& p, State* matrix, int first_value,
                                               bool v_is_short, Shared& s) {
-    constexpr int kWarps = Tile::kThreads / 32, kAcross = Tile::kColumns / 16;
+    constexpr int kWarps = Tile::kWarps, kAcross = Tile::kColumns / 16;
     constexpr int kDown = Tile::kRows / 16, kSide = kAcross < kWarps ? kAcross : kWarps;
     const int warp = threadIdx.x / 32, r = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const bool rows_have_low = !(Tile::kVFirst && v_is_short);
@@ -118,8 +113,8 @@ struct BufferedState {
         for (int u = 0; u < 2; ++u)
 #pragma unroll
           for (int e = 0; e < 2; ++e)
-            columns[half][u][e] = s.columns()[(8 * half + 4 * e + t) * Tile::kColumns +
-                                              Tile::place(16 * across + r / 2 * 4 + 2 * u + r % 2)];
+            columns[half][u][e] =
+                s.of_columns(8 * half + 4 * e + t)[16 * across + r / 2 * 4 + 2 * u + r % 2];
       const int column = 16 * across + 4 * t;
 #pragma unroll 1
       for (int down = warp / kSide; down < kDown; down += kWarps / kSide) {
@@ -129,8 +124,7 @@ struct BufferedState {
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const Parts x(
-                s.rows()[(16 * down + 8 * (e % 2) + r) * kFoldPitch + 8 * half + 4 * (e / 2) + t]);
+            const Parts x(s.of_rows(8 * half + 4 * (e / 2) + t)[16 * down + 8 * (e % 2) + r]);
             high[half][e] = x.high, low[e] = x.low;
           }
 #pragma unroll
@@ -150,16 +144,12 @@ struct BufferedState {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int row = 16 * down + 8 * half + r;
-          auto& at = *reinterpret_cast<Four*>(reinterpret_cast<State*>(&s.state[0][0]) +
-                                              row * Tile::kColumns + column);
+          auto& at = *reinterpret_cast<Four*>(s.state + Tile::place(row, column));
           const Vec<State, 4> S = words_of(at);
           float x[4];
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
-            const float decay =
-                Tile::kVFirst
-                    ? s.columns()[kMostBuffered * Tile::kColumns + Tile::place(column + c)]
-                    : s.rows()[row * kFoldPitch + kMostBuffered];
+            const float decay = s.keys[kMostBuffered][Tile::kVFirst ? column + c : row];
             x[c] = fmaf(decay, S[c], sums[c / 2][2 * half + c % 2]);
           }
           const Vec<State, 4> folded = round_to<State, 4>(x);
@@ -171,33 +161,72 @@ struct BufferedState {
     }
   }
 
-  // s.o of `queries` queries, from q on Kp apart; what is beyond them is not used.
-  template <int kT, class Shared>
+  // s.o of `queries` queries, at most kQueries, from q on Kp apart: S times q^ on tensor cores, 16
+  // values at a time; a warp has its own keys. A lane's part of 8 keys are two keys of two values,
+  // and of a query. Small products of 16 keys are added first, then their other ones.
   __device__ __forceinline__ static void multiply(const float* q, int Kp, int queries, Shared& s) {
-    if constexpr (Tile::kVFirst)
-      multiply_value_rows<kT>(q, Kp, queries, s);
-    else
-      multiply_key_rows<kT>(q, Kp, queries, s);
+    constexpr int kKeys = Tile::kK / Tile::kWarps, kSixteens = kKeys / 16;
+    constexpr int kTiles = Tile::kValues / 16;
+    const int r = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32;
+    float2 r_q[kSixteens][2];
+#pragma unroll
+    for (int i = 0; i < kKeys / 8; ++i) {
+      const int key = warp * kKeys + 8 * i + 2 * t;
+      r_q[i / 2][i % 2] =
+          r < queries && key < Kp ? *reinterpret_cast<const float2*>(q + r * Kp + key) : float2{};
+    }
+    wait();
+    float sums[kTiles][4]{};
+#pragma unroll
+    for (int i = 0; i < kSixteens; ++i) {
+      const Parts q_parts[2][2]{{Parts(r_q[i][0].x), Parts(r_q[i][0].y)},
+                                {Parts(r_q[i][1].x), Parts(r_q[i][1].y)}};
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        float high[2][4], sum[4]{};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float low[4];
+          const int key = warp * kKeys + 16 * i + 8 * half + 2 * t, value = 16 * tile + 2 * r;
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const float2 S = Tile::kVFirst ? pair(s, value + e, key) : pair(s, key + e, value);
+            const Parts x(S.x), y(S.y);  // of two keys, or of two values
+            const int second = Tile::kVFirst ? e + 2 : 2 * e + 1, first = Tile::kVFirst ? e : 2 * e;
+            high[half][first] = x.high, high[half][second] = y.high;
+            low[first] = x.low, low[second] = y.low;
+          }
+          const Parts(&y)[2] = q_parts[half];
+          if constexpr (sizeof(State) == 4) mma(sum, low, y[0].high, y[1].high);
+          mma(sum, high[half], y[0].low, y[1].low);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          mma(sum, high[half], q_parts[half][0].high, q_parts[half][1].high);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums[tile][e] += sum[e];
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      if (2 * t + e >= queries) break;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile)
+        *reinterpret_cast<float2*>(&s.o[2 * t + e][warp][16 * tile + 2 * r]) =
+            make_float2(sums[tile][e], sums[tile][2 + e]);
+    }
   }
 
  private:
-  template <int kN>
-  struct alignas(4 * kN) Row {
-    float x[kN];
-  };
-  template <int kN>
-  __device__ __forceinline__ static Row<kN> load_row(const float* from) {
-    return *reinterpret_cast<const Row<kN>*>(from);
-  }
-
-  template <class Shared>
-  __device__ __forceinline__ static Piece piece(const Shared& s, int i) {
-    const uint4 x = s.state[i][threadIdx.x];
-    return {{x.x, x.y, x.z, x.w}};
-  }
-  template <class Shared>
-  __device__ __forceinline__ static void put(Shared& s, int i, const Piece& S) {
-    s.state[i][threadIdx.x] = make_uint4(S.words[0], S.words[1], S.words[2], S.words[3]);
+  // Two neighbours of a row.
+  __device__ __forceinline__ static float2 pair(const Shared& s, int row, int column) {
+    const State* at = s.state + Tile::place(row, column);
+    if constexpr (sizeof(State) == 4) {
+      return *reinterpret_cast<const float2*>(at);
+    } else {
+      const uint32_t word = *reinterpret_cast<const uint32_t*>(at);
+      return make_float2(element_of<State>(&word, 0), element_of<State>(&word, 1));
+    }
   }
 
   // Four numbers of a row, as they are loaded and stored at once.
@@ -221,78 +250,6 @@ struct BufferedState {
 #pragma unroll
       for (int c = 0; c < 4; ++c)
         if (c < valid) to[c] = from_float<State>(S[c]);
-    }
-  }
-
-  // A thread sums its rows of each column, then lanes of a warp are summed.
-  template <int kT, class Shared>
-  __device__ __forceinline__ static void multiply_key_rows(const float* q, int Kp, int queries,
-                                                           Shared& s) {
-    float o[kT][kC]{}, r_q[kT][kPieces];
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i)
-#pragma unroll
-      for (int t = 0; t < kT; ++t)
-        r_q[t][i] = t < queries && Tile::row(i) < Kp ? q[t * Kp + Tile::row(i)] : 0.f;
-    wait();
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const Piece S = piece(s, i);
-#pragma unroll
-      for (int t = 0; t < kT; ++t)
-#pragma unroll
-        for (int c = 0; c < kC; ++c) o[t][c] = fmaf(r_q[t][i], S[c], o[t][c]);
-    }
-#pragma unroll
-    for (int t = 0; t < kT; ++t) {
-#pragma unroll
-      for (int c = 0; c < kC; ++c)
-#pragma unroll
-        for (int lane = Tile::kLanes; lane < 32; lane *= 2)
-          o[t][c] += __shfl_xor_sync(0xffffffffu, o[t][c], lane);
-      if (threadIdx.x % 32 < Tile::kLanes) {
-        float* to = &s.o[t][threadIdx.x / 32][Tile::column()];
-#pragma unroll
-        for (int c = 0; c < kC; c += 4)
-          *reinterpret_cast<float4*>(to + c) =
-              make_float4(o[t][c], o[t][c + 1], o[t][c + 2], o[t][c + 3]);
-      }
-    }
-  }
-
-  // A thread sums its columns of each row, then the lanes of a row are summed, at most a warp.
-  template <int kT, class Shared>
-  __device__ __forceinline__ static void multiply_value_rows(const float* q, int Kp, int queries,
-                                                             Shared& s) {
-    static_assert(kPieces == 8);
-    constexpr int kWidth = Tile::kLanes < 32 ? Tile::kLanes : 32, kOfSum = kWidth / kPieces;
-    const int lane = threadIdx.x % kWidth, part = threadIdx.x % Tile::kLanes / 32;
-    Row<4> r_q[kT][kC / 4];
-#pragma unroll
-    for (int t = 0; t < kT; ++t)
-#pragma unroll
-      for (int c = 0; c < kC / 4; ++c)
-        r_q[t][c] = t < queries && Tile::column() < Kp
-                        ? load_row<4>(q + t * Kp + Tile::column() + 4 * c)
-                        : Row<4>{};
-    wait();
-#pragma unroll
-    for (int t = 0; t < kT; ++t) {
-      float o[kPieces]{};
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        const Piece S = piece(s, i);
-#pragma unroll
-        for (int c = 0; c < kC; ++c) o[i] = fmaf(r_q[t][c / 4].x[c % 4], S[c], o[i]);
-      }
-      reduce_halves<8>(o, kWidth / 2);
-      reduce_halves<4>(o, kWidth / 4);
-      reduce_halves<2>(o, kWidth / 8);
-      float sum = o[0];
-#pragma unroll
-      for (int mask = kOfSum / 2; mask > 0; mask /= 2)
-        sum += __shfl_xor_sync(0xffffffffu, sum, mask);
-      if (lane % kOfSum == 0) s.o[t][part][Tile::row(lane / kOfSum)] = sum;
     }
   }
 };

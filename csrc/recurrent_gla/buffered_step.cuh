@@ -9,7 +9,7 @@
 //         [P, H, K, V] or v-first
 // writes  o [B, T, H, V], v to the buffer, and the state where it is folded
 // Sums are made in fp32. o is made of the rounded state, which a later step will read. Every sum's
-// order depends on K, the layout, the state's dtype and whether T is 1.
+// order depends on K alone.
 #pragma once
 
 #include "buffered.cuh"
@@ -30,17 +30,13 @@ __device__ __forceinline__ void load_values(const Recurrence& p, const Buffers& 
   constexpr int kFours = Tile::kValues / 4, kAll = kMostBuffered * kFours;
   constexpr int kLoads = (kAll + Tile::kThreads - 1) / Tile::kThreads;
   const int T = static_cast<int>(p.T), saved = row.folds && added == 0 ? T : 0;
-  // Calls f(load, token, value) for this thread's fours. Lanes have neighbouring fours, or if
-  // values are rows in shared memory, neighbouring tokens.
+  // Calls f(load, token, value) for this thread's fours.
   const auto for_fours = [&](auto&& f) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int x = i * Tile::kThreads + static_cast<int>(threadIdx.x);
       if (kAll % Tile::kThreads != 0 && x >= kAll) break;
-      if (Tile::kVFirst)
-        f(i, x % kMostBuffered, x / kMostBuffered * 4);
-      else
-        f(i, x / kFours, x % kFours * 4);
+      f(i, x / kFours, x % kFours * 4);
     }
   };
   FourBits<kAccess> bits[kLoads];
@@ -57,72 +53,60 @@ __device__ __forceinline__ void load_values(const Recurrence& p, const Buffers& 
     bits[i] = FourBits<kAccess>(from, of, j < held + added ? p.V - first_value - value : 0);
   });
   for_fours([&](int i, int j, int value) {
-    const float4 v = bits[i].map(j < saved ? DType::kFloat : p.v.dtype, [](float y) { return y; });
-    if constexpr (Tile::kVFirst) {
-      s.v[s.v_index(j, value)] = v.x, s.v[s.v_index(j, value + 1)] = v.y;
-      s.v[s.v_index(j, value + 2)] = v.z, s.v[s.v_index(j, value + 3)] = v.w;
-    } else {
-      *reinterpret_cast<float4*>(&s.v[s.v_index(j, value)]) = v;
-    }
+    *reinterpret_cast<float4*>(&s.v[j][value]) =
+        bits[i].map(j < saved ? DType::kFloat : p.v.dtype, [](float y) { return y; });
   });
 }
 
-// k~ and its decay; 0 from Kp on.
-template <class Tile, int kK, class Shared>
+// Starts to copy k~ and its decay; 0 from Kp on.
+template <class Tile, class Shared>
 __device__ __forceinline__ void load_fold_keys(const Recurrence& p, const Buffers& b,
                                                const BufferRow& row, Shared& s) {
-  const int Kp = b.Kp;
-  const float* from = b.keys + row.keys(p, b) * kFoldRows * Kp;
+  const float* from = b.keys + row.keys(p, b) * kFoldRows * b.Kp;
 #pragma unroll 2
-  for (int i = threadIdx.x; i < kFoldRows * kK / 4; i += Tile::kThreads) {
-    const int j = i / (kK / 4), key = i % (kK / 4) * 4;
-    const float4 x =
-        key < Kp ? *reinterpret_cast<const float4*>(from + j * Kp + key) : make_float4(0, 0, 0, 0);
-    if constexpr (Tile::kVFirst) {
-      *reinterpret_cast<float4*>(&s.keys[s.key_index(j, key)]) = x;
-    } else {
-      s.keys[s.key_index(j, key)] = x.x, s.keys[s.key_index(j, key + 1)] = x.y;
-      s.keys[s.key_index(j, key + 2)] = x.z, s.keys[s.key_index(j, key + 3)] = x.w;
-    }
+  for (int i = threadIdx.x; i < kFoldRows * Tile::kK / 4; i += Tile::kThreads) {
+    const int j = i / (Tile::kK / 4), key = i % (Tile::kK / 4) * 4;
+    sm90::copy16(sm90::shared_address(&s.keys[j][key]), from + j * b.Kp + key, key < b.Kp);
   }
+  sm90::commit_copies();
 }
 
-// o, and the new tokens' v to the buffer, from place `held` on.
-template <class Tile, int kT, class Shared>
+// o of at most kQueries tokens from `first` on, and their v to the buffer, from place `held` on.
+template <class Tile, class Shared>
 __device__ __forceinline__ void store_outputs(const Recurrence& p, const Buffers& b,
                                               const BufferRow& row, int first, int first_value,
                                               int held, const Shared& s) {
+  const int tokens = min(static_cast<int>(p.T) - first, kQueries);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < kT * Tile::kValues; i += Tile::kThreads) {
+  for (int i = threadIdx.x; i < tokens * Tile::kValues; i += Tile::kThreads) {
     const int t = i / Tile::kValues, j = i % Tile::kValues, value = first_value + j;
-    if (first + t >= p.T || value >= p.V) continue;
+    if (value >= p.V) continue;
     const int last = held + first + t;
     float o = s.o[t][0][j];
 #pragma unroll
-    for (int part = 1; part < Tile::kParts; ++part) o += s.o[t][part][j];
+    for (int warp = 1; warp < Tile::kWarps; ++warp) o += s.o[t][warp][j];
 #pragma unroll
     for (int token = 0; token < kMostBuffered; ++token)
-      if (token <= last) o = fmaf(s.A[t][token], s.v[s.v_index(token, j)], o);
+      if (token <= last) o = fmaf(s.A[t][token], s.v[token][j], o);
     store_any(p.o.data, p.o.dtype, row.offset(p.o, first + t) + value, o);
     if (row.owns_keys(p, b))
-      store_any(b.v.data, b.v.dtype, row.buffer_offset(b.v, last) + value, s.v[s.v_index(last, j)]);
+      store_any(b.v.data, b.v.dtype, row.buffer_offset(b.v, last) + value, s.v[last][j]);
   }
 }
 
-// Blocks of a multiprocessor for which there are registers.
-template <class Tile, int kK, int kT>
-constexpr int kBufferedBlocks = Tile::kThreads > 256         ? 1
-                                : kT > 1                     ? 2
-                                : Tile::kC == 8 && kK == 128 ? 3
-                                                             : 4;
+// Blocks of a multiprocessor for which there are registers, and above 256 keys shared memory.
+template <class Tile, Access kAccess>
+constexpr int kBufferedBlocks = Tile::kThreads > 256                                    ? 1
+                                : kAccess == Access::kGeneral                           ? 2
+                                : Tile::kK == 512 || (Tile::kC == 8 && Tile::kK == 128) ? 3
+                                                                                        : 4;
 
-// kT: tokens whose outputs are made at once.
-template <class State, class Tile, int kK, Access kAccess, int kT>
-__global__ void __launch_bounds__(Tile::kThreads, (kBufferedBlocks<Tile, kK, kT>))
+template <class State, class Tile, Access kAccess>
+__global__ void __launch_bounds__(Tile::kThreads, (kBufferedBlocks<Tile, kAccess>))
     buffered_outputs_kernel(const __grid_constant__ Recurrence p,
                             const __grid_constant__ Buffers b) {
   extern __shared__ __align__(16) unsigned char s_bytes[];
-  auto& s = *reinterpret_cast<BufferedShared<Tile, kT>*>(s_bytes);
+  auto& s = *reinterpret_cast<BufferedShared<State, Tile>*>(s_bytes);
   using Part = BufferedState<Tile, State, kAccess>;
   const int tiles = blocks_of(p.V, Tile::kValues);
   const int first_value = static_cast<int>(blockIdx.x % tiles) * Tile::kValues;
@@ -145,32 +129,31 @@ __global__ void __launch_bounds__(Tile::kThreads, (kBufferedBlocks<Tile, kK, kT>
   sm90::await_previous_kernel();
   if (row.folds) {
     load_values<Tile, kAccess>(p, b, row, first_value, row.held, 0, s);
-    load_fold_keys<Tile, kK>(p, b, row, s);
+    load_fold_keys<Tile>(p, b, row, s);
     Part::wait();
-    __syncthreads();  // v and the keys are written
     Part::fold(p, matrix, first_value, p.v.dtype != DType::kFloat, s);
     __syncthreads();  // v and the keys have been read
     load_values<Tile, kAccess>(p, b, row, first_value, 0, T, s);
   }
   const int held = row.folds ? 0 : row.held;
 #pragma unroll 1
-  for (int first = 0; first < T; first += kT) {
+  for (int first = 0; first < T; first += kQueries) {
+    if (first > 0) __syncthreads();  // A and o have been read
     const int64_t query = int64_t{row.run} * T + first;
-    for (int i = threadIdx.x; i < kT * kMostBuffered; i += Tile::kThreads)
-      s.A[i / kMostBuffered][i % kMostBuffered] =
-          first + i / kMostBuffered < T ? b.scores[query * kMostBuffered + i] : 0.f;
-    Part::template multiply<kT>(b.queries + query * Kp, Kp, T - first, s);
-    __syncthreads();  // v, A and o of every part are written
-    store_outputs<Tile, kT>(p, b, row, first, first_value, held, s);
-    if constexpr (kT > 1) __syncthreads();  // A and o have been read
+    const int tokens = min(T - first, kQueries);
+    for (int i = threadIdx.x; i < tokens * kMostBuffered; i += Tile::kThreads)
+      s.A[i / kMostBuffered][i % kMostBuffered] = b.scores[query * kMostBuffered + i];
+    Part::multiply(b.queries + query * Kp, Kp, tokens, s);
+    __syncthreads();  // o of every warp is written
+    store_outputs<Tile>(p, b, row, first, first_value, held, s);
   }
 }
 
-template <class State, class Tile, int kK, Access kAccess, int kT>
+template <class State, class Tile, Access kAccess>
 void launch_buffered_outputs(const Recurrence& p, const Buffers& b, bool overlaps,
                              cudaStream_t stream) {
-  constexpr auto kernel = buffered_outputs_kernel<State, Tile, kK, kAccess, kT>;
-  constexpr size_t kBytes = sizeof(BufferedShared<Tile, kT>);
+  constexpr auto kernel = buffered_outputs_kernel<State, Tile, kAccess>;
+  constexpr size_t kBytes = sizeof(BufferedShared<State, Tile>);
   static const DynamicShared shared(kernel, kBytes);
   shared.allow();
   const int64_t blocks = p.B * p.H * blocks_of(p.V, Tile::kValues);
@@ -189,15 +172,13 @@ bool has_aligned_pieces(const Recurrence& p, const Buffers& b) {
          p.state_stride_n % kC == 0 && p.state_stride_h % kC == 0;
 }
 
-template <class State, class Tile, int kK>
+template <class State, class Tile>
 void launch_buffered_outputs(const Recurrence& p, const Buffers& b, bool overlaps,
                              cudaStream_t stream) {
-  if (!has_aligned_pieces<State>(p, b))
-    launch_buffered_outputs<State, Tile, kK, Access::kGeneral, 4>(p, b, overlaps, stream);
-  else if (p.T == 1)
-    launch_buffered_outputs<State, Tile, kK, Access::kFast, 1>(p, b, overlaps, stream);
+  if (has_aligned_pieces<State>(p, b))
+    launch_buffered_outputs<State, Tile, Access::kFast>(p, b, overlaps, stream);
   else
-    launch_buffered_outputs<State, Tile, kK, Access::kFast, 4>(p, b, overlaps, stream);
+    launch_buffered_outputs<State, Tile, Access::kGeneral>(p, b, overlaps, stream);
 }
 
 template <class State>
@@ -207,9 +188,9 @@ void launch_buffered_outputs(const Recurrence& p, const Buffers& b, bool overlap
     constexpr int kK = decltype(keys)::value;
     if constexpr (kK >= 128) {
       if (p.state_v_first)
-        launch_buffered_outputs<State, BufferedTile<State, kK, true>, kK>(p, b, overlaps, stream);
+        launch_buffered_outputs<State, BufferedTile<State, kK, true>>(p, b, overlaps, stream);
       else
-        launch_buffered_outputs<State, BufferedTile<State, kK, false>, kK>(p, b, overlaps, stream);
+        launch_buffered_outputs<State, BufferedTile<State, kK, false>>(p, b, overlaps, stream);
     }
   });
 }

@@ -97,7 +97,7 @@ struct Buffers {
   float* values = nullptr;  // [B, HK, T, V]
 };
 constexpr int kMostBuffered = 16;
-constexpr int kFoldRows = kMostBuffered + 1, kFoldPitch = kMostBuffered + 2;
+constexpr int kFoldRows = kMostBuffered + 1;
 
 // q k v gk state_in and the buffers -> o, the buffers and, of rows whose buffer is full, state_out.
 // overlaps: the second kernel may start while the first still runs.

@@ -48,14 +48,15 @@ def recurrent_gla_buffered_step_(
 
         recurrent_gla_commit_(buffer_k, buffer_v, buffer_g, state=state, accepted=count)
 
-    after which count is 0. There is no gradient. Works in CUDA graphs.
+    after which count is 0. A token's o has the same bits in a call of its own and among drafts, as
+    long as the state is the same. There is no gradient. Works in CUDA graphs.
 
     Args:
         q, k, v, gk, state, slots, scale, state_v_first: as in `recurrent_gla_step_`, with 1 to L
             tokens. Without gk nothing decays.
         buffer_k, buffer_v: the buffers of all slots, `[P, L, HK, K]` and `[P, L, HK, V]`, in the
             dtype of k and v. Their last two dimensions are contiguous; P and L may have any stride
-            with which no two tokens overlap. On CUDA, L is at most 16, and K above 512 needs 137
+            with which no two tokens overlap. On CUDA, L is at most 16, and K above 512 needs 136
             KiB of shared memory a block, which GPUs of 8.6, 8.9 and 12.0 do not have.
         buffer_g: the same for gates of every channel, `[P, L, HK, K]`, in gk's dtype; without gk,
             in any that gk may have, and zeros are written.

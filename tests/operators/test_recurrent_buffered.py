@@ -244,6 +244,20 @@ def test_bits_do_not_depend_on_the_batch(device, T, state_v_first):
             assert torch.equal(t[0].nan_to_num(), after[name][slot].nan_to_num()), name
 
 
+@by_dtype
+@by_layout
+@pytest.mark.parametrize("sizes", [(4, 20, 28), (2, 128, 64)], ids=str)
+def test_a_draft_has_the_bits_of_single_steps(device, sizes, state_v_first, dtype):
+    HK, counts = sizes[0], [0, 5, 2, 3, 7, 1, 6]
+    x, y = (Buffered(device, 9, dtype, state_v_first, None, sizes, HK, counts) for _ in "ab")
+    o, count = x.step(), y.rows["count"].clone()
+    for t in range(9):
+        single = {n: z[:, t : t + 1] for n, z in y.tokens.items()}
+        assert torch.equal(y.step(**single, count=count + t), o[:, t : t + 1]), t
+    for name, t in x.pools.items():
+        assert torch.equal(t.nan_to_num(), y.pools[name].nan_to_num()), name
+
+
 def counted(count, T, accepted):
     """count after a step of which `accepted` tokens are kept."""
     return torch.where(count + T > L, 0, count) + accepted
