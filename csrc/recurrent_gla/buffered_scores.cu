@@ -34,11 +34,16 @@ struct Pair {
   float x, y;
 };
 
-// A tensor's rows for every place of a buffer in shared memory, in the format of memory.
-template <class T>
+// Every place of a buffer in shared memory: numbers of type T, which have come as numbers of type
+// From, in the second half of a row if these are smaller.
+template <class T, class From = T>
 struct Places {
   T rows[kMostBuffered][kScoreKeys];
 
+  __device__ __forceinline__ From* raw(int j) {
+    constexpr int kBefore = sizeof(T) / sizeof(From) - 1;
+    return reinterpret_cast<From*>(rows[j]) + kBefore * kScoreKeys;
+  }
   __device__ __forceinline__ Pair pair(int j) const {
     const T* at = &rows[j][first_key()];
     if constexpr (sizeof(T) == 4) {
@@ -54,7 +59,7 @@ struct Places {
   // have none of their pair.
   __device__ __forceinline__ void copy(const BufferRow& row, const Rows& buffer, const Rows& tokens,
                                        int step, int held, int added, int first, int K) {
-    constexpr int kEach = 16 / sizeof(T), kOfToken = kScoreKeys / kEach;
+    constexpr int kEach = 16 / sizeof(From), kOfToken = kScoreKeys / kEach;
     const bool fast = K % kEach == 0 && buffer.aligned &&
                       (added == 0 || (step == 1 && tokens.aligned && tokens.data != nullptr));
     if (fast) {
@@ -62,9 +67,10 @@ struct Places {
       for (int i = threadIdx.x; i < (held + added) * kOfToken; i += blockDim.x) {
         const int j = i / kOfToken, c = i % kOfToken * kEach;
         const bool old = j < held;
-        const T* from = old ? static_cast<const T*>(buffer.data) + row.buffer_offset(buffer, j)
-                            : static_cast<const T*>(tokens.data) + row.offset(tokens, j - held);
-        if (first + c < K) sm90::copy16(sm90::shared_address(&rows[j][c]), from + first + c, true);
+        const From* from =
+            old ? static_cast<const From*>(buffer.data) + row.buffer_offset(buffer, j)
+                : static_cast<const From*>(tokens.data) + row.offset(tokens, j - held);
+        if (first + c < K) sm90::copy16(sm90::shared_address(raw(j) + c), from + first + c, true);
       }
       return;
     }
@@ -75,44 +81,74 @@ struct Places {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int c = first_key() + e;
-        const T* from =
-            old ? static_cast<const T*>(buffer.data) + row.buffer_offset(buffer, j) + first + c
-                : static_cast<const T*>(tokens.data) + row.offset(tokens, j - held) +
+        const From* from =
+            old ? static_cast<const From*>(buffer.data) + row.buffer_offset(buffer, j) + first + c
+                : static_cast<const From*>(tokens.data) + row.offset(tokens, j - held) +
                       step * (first + c);
         const bool there = first + c < K && (old || tokens.data != nullptr);
-        rows[j][c] = there ? *from : from_float<T>(0.f);
+        raw(j)[c] = there ? *from : from_float<From>(0.f);
       }
     }
   }
-  // Writes this thread's channels of place j to the row `to` of the buffer.
-  __device__ __forceinline__ void store(T* to, int j, int first, int K) const {
+  // Writes this thread's channels of place j, before `decay`, to the row `to` of the buffer.
+  __device__ __forceinline__ void store(From* to, int j, int first, int K) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int c = first_key() + e;
-      if (first + c < K) to[first + c] = rows[j][c];
+      if (first + c < K) to[first + c] = raw(j)[c];
     }
+  }
+  // Makes decays of the gates of places own, own + step, .. before n, four at a time. As decay_of,
+  // but selected before exp, and exp is made of places without a gate too: no exp waits for
+  // another.
+  __device__ __forceinline__ void decay(int own, int step, int n) {
+    const auto of = [](float x) { return expf(x * kLog2E < kReset ? -INFINITY : x); };
+#pragma unroll 1
+    for (int before = 0; before < n; before += 4 * step) {
+      Pair g[4];
+#pragma unroll
+      for (int u = 0; u < 4; ++u) {
+        const int j = before + u * step + own;
+        const From* at = raw(j) + first_key();
+        g[u] = j < n ? Pair{to_float(at[0]), to_float(at[1])} : Pair{};
+      }
+      if (sizeof(From) < sizeof(T)) __syncthreads();  // the gates of these places have been read
+#pragma unroll
+      for (int u = 0; u < 4; ++u) {
+        g[u] = {of(g[u].x), of(g[u].y)};
+        asm volatile("" : "+f"(g[u].x), "+f"(g[u].y));
+      }
+#pragma unroll
+      for (int u = 0; u < 4; ++u) {
+        const int j = before + u * step + own;
+        if (j < n) *reinterpret_cast<float2*>(&rows[j][first_key()]) = make_float2(g[u].x, g[u].y);
+      }
+    }
+    __syncthreads();  // the decays are there
   }
 };
 
-// Calls f(j, there, w, k_j) for every place j, last first; then w is decayed by the place's gate.
-// Places behind `last` are not there. Four are read at once, so that no one waits for another's
-// exp.
+// Calls f(i, w, k_j) for i from 0 to `last` and places j = last - i; after each, w is decayed by
+// the gate of its place. i is a constant. Four places, or two with keys in fp32, for which there
+// are registers, have one branch, so that no load waits for another.
 template <class In, class Gate, class F>
-__device__ __forceinline__ void for_places(const Places<In>& k, const Places<Gate>& g, int last,
-                                           Pair& w, F&& f) {
+__device__ __forceinline__ void for_places(const Places<In>& k, const Places<float, Gate>& a,
+                                           int last, Pair& w, F&& f) {
+  constexpr int kGroup = sizeof(In) == 4 ? 2 : 4;
+  const auto visit = [&](int i) {
+    const Pair a_j = a.pair(last - i);
+    f(i, w, k.pair(last - i));
+    w = {w.x * a_j.x, w.y * a_j.y};
+  };
 #pragma unroll
-  for (int four = kMostBuffered - 4; four >= 0; four -= 4) {
-    const bool any = four <= last;
+  for (int i = 0; i < kMostBuffered; i += kGroup) {
+    if (i + kGroup - 1 <= last) {
 #pragma unroll
-    for (int j = four + 3; j >= four; --j) {
-      if (!any) {
-        f(j, false, w, Pair{});
-        continue;
-      }
-      const bool there = j <= last;
-      const Pair g_j = g.pair(j);
-      f(j, there, w, k.pair(j));
-      w = {there ? w.x * decay_of(g_j.x) : w.x, there ? w.y * decay_of(g_j.y) : w.y};
+      for (int u = 0; u < kGroup; ++u) visit(i + u);
+    } else {
+#pragma unroll
+      for (int u = 0; u < kGroup - 1; ++u)
+        if (i + u <= last) visit(i + u);
     }
   }
 }
@@ -122,7 +158,7 @@ __global__ void __launch_bounds__(kScoreThreads* kScoreTokens, 2)
     buffered_scores_kernel(const __grid_constant__ Recurrence p,
                            const __grid_constant__ Buffers b) {
   __shared__ __align__(16) Places<In> k;
-  __shared__ __align__(16) Places<Gate> g;
+  __shared__ __align__(16) Places<float, Gate> a;
   __shared__ float s_parts[kMostBuffered][kScoreWarps][kMostBuffered];
   sm90::release_next_kernel();
   const BufferRow row(p, b, blockIdx.x);
@@ -131,6 +167,7 @@ __global__ void __launch_bounds__(kScoreThreads* kScoreTokens, 2)
   const int warp = threadIdx.x % kScoreThreads / 32, lane = threadIdx.x % 32;
   const int own = threadIdx.x / kScoreThreads, tokens = blockDim.x / kScoreThreads;
   const bool owns = row.owns_keys(p, b);
+  const int folded = row.folds && owns ? row.held : 0;
 #pragma unroll 1
   for (int first = 0; first < Kp; first += kScoreKeys) {
     const int key = first + first_key();
@@ -142,46 +179,49 @@ __global__ void __launch_bounds__(kScoreThreads* kScoreTokens, 2)
     };
     const auto copy = [&](int old, int added) {
       k.copy(row, b.k, p.k, 1, old, added, first, p.K);
-      g.copy(row, b.g, p.gk, p.gk_step, old, added, first, p.K);
+      a.copy(row, b.g, p.gk, p.gk_step, old, added, first, p.K);
       sm90::commit_copies();
       sm90::wait_for_copies<0>();
       __syncthreads();  // the tokens are there
+      for (int j = own; owns && j < old + added; j += tokens)
+        if (j >= old) {
+          k.store(static_cast<In*>(b.k.data) + row.buffer_offset(b.k, j), j, first, p.K);
+          a.store(static_cast<Gate*>(b.g.data) + row.buffer_offset(b.g, j), j, first, p.K);
+        }
+      a.decay(own, tokens, old + added);
     };
-    if (row.folds && owns) {
-      copy(row.held, 0);
+    if (folded > 0) {
+      copy(folded, 0);
       if (own == 0 && key < Kp) {
         float* to = b.keys + row.keys(p, b) * kFoldRows * Kp + key;
         Pair w{1, 1};
-        for_places(k, g, there ? row.held - 1 : -1, w, [&](int j, bool is, Pair w, Pair k_j) {
-          *reinterpret_cast<float2*>(to + j * Kp) =
-              is ? make_float2(w.x * k_j.x, w.y * k_j.y) : float2{};
+        const int last = there ? folded - 1 : -1;
+        for_places(k, a, last, w, [&](int i, Pair w, Pair k_j) {
+          *reinterpret_cast<float2*>(to + (last - i) * Kp) = make_float2(w.x * k_j.x, w.y * k_j.y);
         });
+        for (int j = last + 1; j < kMostBuffered; ++j)
+          *reinterpret_cast<float2*>(to + j * Kp) = float2{};
         *reinterpret_cast<float2*>(to + kMostBuffered * Kp) = make_float2(w.x, w.y);
       }
       __syncthreads();  // the tokens have been read
     }
-    Pair q = query(own);
+    Pair w = query(own);
     copy(held, T);
 #pragma unroll 1
     for (int t = own; t < T; t += tokens) {
-      Pair w = q;
-      if (t + tokens < T) q = query(t + tokens);
-      float x[kMostBuffered];
-      for_places(k, g, there ? held + t : -1, w, [&](int j, bool is, Pair w, Pair k_j) {
-        x[j] = is ? fmaf(w.y, k_j.y, w.x * k_j.x) : 0.f;
-      });
+      if (t != own) w = query(t);
+      const int last = held + t;
+      float x[kMostBuffered]{};  // x[i]: of place last - i
+      for_places(k, a, there ? last : -1, w,
+                 [&](int i, Pair w, Pair k_j) { x[i] = fmaf(w.y, k_j.y, w.x * k_j.x); });
       if (key < Kp)
         *reinterpret_cast<float2*>(b.queries + (int64_t{row.run} * T + t) * Kp + key) =
             make_float2(w.x, w.y);
       const float sum = sums_of_warp(x);
       if (lane % 2 == 0) {
-        float& part = s_parts[t][warp][lane / 2];
+        const int i = lane / 2;
+        float& part = s_parts[t][warp][i <= last ? last - i : i];
         part = first == 0 ? sum : part + sum;
-      }
-      if (owns) {
-        const int place = held + t;
-        k.store(static_cast<In*>(b.k.data) + row.buffer_offset(b.k, place), place, first, p.K);
-        g.store(static_cast<Gate*>(b.g.data) + row.buffer_offset(b.g, place), place, first, p.K);
       }
     }
     __syncthreads();  // the tokens have been read, and every warp's parts are written
@@ -193,8 +233,7 @@ __global__ void __launch_bounds__(kScoreThreads* kScoreTokens, 2)
     for (int w = 1; w < kScoreWarps; ++w) sum += s_parts[t][w][j];
     b.scores[int64_t{row.run} * T * kMostBuffered + i] = sum;
   }
-  if (!owns || !row.folds) return;
-  const int replaced = T < row.held ? T : row.held;
+  const int replaced = min(T, folded);
 #pragma unroll 1
   for (int i = threadIdx.x; i < replaced * p.V; i += blockDim.x) {
     const int64_t place = row.buffer_offset(b.v, i / p.V) + i % p.V;
