@@ -4,14 +4,12 @@
 // If the new tokens do not fit, n = 0 for these, and the buffer's keys are decayed to its end:
 //   k~_j = k_j ⊙ a_{j+1} .. a_{n-1}
 //
-// grid    (row, head), 256 keys at a time, two a thread, with 128 threads for each of 4 tokens
-// reads   q, k, gk [B, T, H | HK, K], v [B, T, HK, V], the buffers [P, L, HK, K | V]
-// writes  A [B, H, T, 16], q^ [B, H, T, Kp], k~ and their decay, the new tokens to the buffers, and
-//         before that the v that they replace in a fold
+// grid    (row, head), 256 keys at a time, two a thread, with 128 threads for each of up to 4
+// tokens reads   q, k, gk [B, T, H | HK, K], v [B, T, HK, V], the buffers [P, L, HK, K | V] writes
+// A [B, H, T, 16], q^ [B, H, T, Kp], k~ and their decay, the new tokens to the buffers, and
+//         before that the v that they replace in a fold, if heads share it
 // Decays are running products, exact at a reset; everything is fp32. The next kernel starts at
 // once.
-#include <algorithm>
-
 #include "buffered.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
@@ -24,7 +22,6 @@ namespace {
 
 constexpr int kScoreThreads = 128, kScoreKeys = 2 * kScoreThreads;  // of a token at a time
 constexpr int kScoreWarps = kScoreThreads / 32;
-constexpr int kScoreTokens = 4;  // of a block at a time
 
 // The number of its first key channel among those of a block.
 __device__ __forceinline__ int first_key() { return threadIdx.x % kScoreThreads * 2; }
@@ -154,19 +151,19 @@ __device__ __forceinline__ void for_places(const Places<In>& k, const Places<flo
 }
 
 template <class In, class Gate>
-__global__ void __launch_bounds__(kScoreThreads* kScoreTokens, 2)
+__global__ void __launch_bounds__(4 * kScoreThreads, 2)
     buffered_scores_kernel(const __grid_constant__ Recurrence p,
                            const __grid_constant__ Buffers b) {
   __shared__ __align__(16) Places<In> k;
   __shared__ __align__(16) Places<float, Gate> a;
   __shared__ float s_parts[kMostBuffered][kScoreWarps][kMostBuffered];
   sm90::release_next_kernel();
-  const BufferRow row(p, b, blockIdx.x);
+  const BufferRow row(p, b, blockIdx.x, blockIdx.y);
   if (row.slot < 0) return;
   const int T = static_cast<int>(p.T), held = row.folds ? 0 : row.held, Kp = b.Kp;
   const int warp = threadIdx.x % kScoreThreads / 32, lane = threadIdx.x % 32;
   const int own = threadIdx.x / kScoreThreads, tokens = blockDim.x / kScoreThreads;
-  const bool owns = row.owns_keys(p, b);
+  const bool owns = row.owns_keys(b);
   const int folded = row.folds && owns ? row.held : 0;
 #pragma unroll 1
   for (int first = 0; first < Kp; first += kScoreKeys) {
@@ -193,7 +190,7 @@ __global__ void __launch_bounds__(kScoreThreads* kScoreTokens, 2)
     if (folded > 0) {
       copy(folded, 0);
       if (own == 0 && key < Kp) {
-        float* to = b.keys + row.keys(p, b) * kFoldRows * Kp + key;
+        float* to = b.keys + row.keys(b) * kFoldRows * Kp + key;
         Pair w{1, 1};
         const int last = there ? folded - 1 : -1;
         for_places(k, a, last, w, [&](int i, Pair w, Pair k_j) {
@@ -233,11 +230,11 @@ __global__ void __launch_bounds__(kScoreThreads* kScoreTokens, 2)
     for (int w = 1; w < kScoreWarps; ++w) sum += s_parts[t][w][j];
     b.scores[int64_t{row.run} * T * kMostBuffered + i] = sum;
   }
-  const int replaced = min(T, folded);
+  const int replaced = b.group == 1 ? 0 : min(T, folded);
 #pragma unroll 1
   for (int i = threadIdx.x; i < replaced * p.V; i += blockDim.x) {
     const int64_t place = row.buffer_offset(b.v, i / p.V) + i % p.V;
-    b.values[row.keys(p, b) * T * p.V + i] = to_float(static_cast<const In*>(b.v.data)[place]);
+    b.values[row.keys(b) * T * p.V + i] = to_float(static_cast<const In*>(b.v.data)[place]);
   }
 }
 
@@ -245,14 +242,13 @@ __global__ void __launch_bounds__(kScoreThreads* kScoreTokens, 2)
 }  // namespace recurrent
 
 void recurrent_buffered_scores(const Recurrence& p, const Buffers& buffers, cudaStream_t stream) {
-  const int threads =
-      recurrent::kScoreThreads * static_cast<int>(std::min<int64_t>(p.T, recurrent::kScoreTokens));
+  const int threads = recurrent::kScoreThreads * buffers.tokens;
+  const dim3 blocks(static_cast<unsigned>(p.B), static_cast<unsigned>(p.H));
   with_dtype(p.k.dtype, [&](auto in) {
     with_dtype(buffers.g.dtype, [&](auto gate) {
       using In = typename decltype(in)::type;
       using Gate = typename decltype(gate)::type;
-      recurrent::buffered_scores_kernel<In, Gate>
-          <<<static_cast<unsigned>(p.B * p.H), threads, 0, stream>>>(p, buffers);
+      recurrent::buffered_scores_kernel<In, Gate><<<blocks, threads, 0, stream>>>(p, buffers);
     });
   });
 }

@@ -23,7 +23,8 @@ struct BufferedTile {
   static constexpr int kRowPieces = kColumns / kC;
 
   // Offset of a number in shared memory. The pieces of a row are exchanged, so that lanes that load
-  // pairs of numbers of even rows, or of odd ones, use different banks.
+  // pairs of numbers of even rows, or of odd ones, use different banks. The offset of the bits of
+  // two rows and columns together (|), which have none in common, is that of both (^).
   __device__ __forceinline__ static int place(int row, int column) {
     const int flips = (row / 2 % 4 * 2 + row / 8 % 2) & (kRowPieces - 1);
     return (row * kRowPieces + (column / kC ^ flips)) * kC + column % kC;
@@ -71,14 +72,16 @@ struct BufferedState {
   // Starts to copy all of it.
   __device__ __forceinline__ static void load(const Recurrence& p, const State* matrix,
                                               int first_value, Shared& s) {
-    constexpr int kC = Tile::kC;
+    constexpr int kC = Tile::kC, kStep = Tile::kThreads / Tile::kRowPieces;
+    const int row = static_cast<int>(threadIdx.x) / Tile::kRowPieces;
+    const int column = static_cast<int>(threadIdx.x) % Tile::kRowPieces * kC;
+    const State* from = matrix + Tile::offset_of(p, first_value, row, column);
+    const int64_t step = kStep * (Tile::kVFirst ? p.K : p.V);
+    const int own = Tile::place(row, column);
 #pragma unroll
-    for (int i = 0; i < Tile::kPieces; ++i) {
-      const int piece = i * Tile::kThreads + static_cast<int>(threadIdx.x);
-      const int row = piece / Tile::kRowPieces, column = piece % Tile::kRowPieces * kC;
-      const State* from = matrix + Tile::offset_of(p, first_value, row, column);
-      const int valid = Tile::valid_of(p, first_value, row, column);
-      State* to = s.state + Tile::place(row, column);
+    for (int i = 0; i < Tile::kPieces; ++i, from += step) {
+      const int valid = Tile::valid_of(p, first_value, row + i * kStep, column);
+      State* to = s.state + (own ^ Tile::place(i * kStep, 0));
       if constexpr (kAccess == Access::kFast)
         sm90::copy16(sm90::shared_address(to), from, valid > 0);
       else
@@ -161,36 +164,49 @@ struct BufferedState {
     }
   }
 
-  // s.o of `queries` queries, at most kQueries, from q on Kp apart: S times q^ on tensor cores, 16
-  // values at a time; a warp has its own keys. A lane's part of 8 keys are two keys of two values,
-  // and of a query. Small products of 16 keys are added first, then their other ones.
-  __device__ __forceinline__ static void multiply(const float* q, int Kp, int queries, Shared& s) {
-    constexpr int kKeys = Tile::kK / Tile::kWarps, kSixteens = kKeys / 16;
-    constexpr int kTiles = Tile::kValues / 16;
-    const int r = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32;
-    float2 r_q[kSixteens][2];
+  // A warp's keys of at most kQueries queries, Kp apart: a lane has two keys of each eight, of
+  // query lane / 4.
+  struct Queries {
+    static constexpr int kKeys = Tile::kK / Tile::kWarps;
+    float2 x[kKeys / 16][2];
+
+    __device__ __forceinline__ Queries(const float* q, int Kp, int queries) {
+      const int r = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < kKeys / 8; ++i) {
-      const int key = warp * kKeys + 8 * i + 2 * t;
-      r_q[i / 2][i % 2] =
-          r < queries && key < Kp ? *reinterpret_cast<const float2*>(q + r * Kp + key) : float2{};
+      for (int i = 0; i < kKeys / 8; ++i) {
+        const int key = static_cast<int>(threadIdx.x) / 32 * kKeys + 8 * i + 2 * t;
+        x[i / 2][i % 2] =
+            r < queries && key < Kp ? *reinterpret_cast<const float2*>(q + r * Kp + key) : float2{};
+      }
     }
-    wait();
+  };
+  // s.o of the first `queries` queries: S times q^ on tensor cores, 16 values at a time. A lane's
+  // part of 8 keys are two keys of two values. Small products of 16 keys are added first, then
+  // their other ones.
+  __device__ __forceinline__ static void multiply(Queries q, int queries, Shared& s) {
+    constexpr int kKeys = Queries::kKeys, kSixteens = kKeys / 16, kTiles = Tile::kValues / 16;
+    const int r = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32;
+    const int own = Tile::kVFirst ? Tile::place(2 * r, warp * kKeys + 2 * t)
+                                  : Tile::place(warp * kKeys + 2 * t, 2 * r);
     float sums[kTiles][4]{};
-#pragma unroll
+#pragma unroll 1  // for want of registers
     for (int i = 0; i < kSixteens; ++i) {
-      const Parts q_parts[2][2]{{Parts(r_q[i][0].x), Parts(r_q[i][0].y)},
-                                {Parts(r_q[i][1].x), Parts(r_q[i][1].y)}};
+      const Parts q_parts[2][2]{{Parts(q.x[0][0].x), Parts(q.x[0][0].y)},
+                                {Parts(q.x[0][1].x), Parts(q.x[0][1].y)}};
+#pragma unroll
+      for (int next = 1; next < kSixteens; ++next)
+        q.x[next - 1][0] = q.x[next][0], q.x[next - 1][1] = q.x[next][1];
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         float high[2][4], sum[4]{};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float low[4];
-          const int key = warp * kKeys + 16 * i + 8 * half + 2 * t, value = 16 * tile + 2 * r;
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const float2 S = Tile::kVFirst ? pair(s, value + e, key) : pair(s, key + e, value);
+            const float2 S = Tile::kVFirst
+                                 ? pair(s, own ^ Tile::place(0, 16 * i + 8 * half), 16 * tile + e)
+                                 : pair(s, own ^ Tile::place(8 * half, 16 * tile), 16 * i + e);
             const Parts x(S.x), y(S.y);  // of two keys, or of two values
             const int second = Tile::kVFirst ? e + 2 : 2 * e + 1, first = Tile::kVFirst ? e : 2 * e;
             high[half][first] = x.high, high[half][second] = y.high;
@@ -218,9 +234,9 @@ struct BufferedState {
   }
 
  private:
-  // Two neighbours of a row.
-  __device__ __forceinline__ static float2 pair(const Shared& s, int row, int column) {
-    const State* at = s.state + Tile::place(row, column);
+  // Two neighbours of the row that is `rows` behind that of `place`.
+  __device__ __forceinline__ static float2 pair(const Shared& s, int place, int rows) {
+    const State* at = s.state + place + rows * Tile::kColumns;
     if constexpr (sizeof(State) == 4) {
       return *reinterpret_cast<const float2*>(at);
     } else {

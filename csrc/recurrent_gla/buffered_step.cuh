@@ -22,14 +22,15 @@ namespace gla_ext::cuda {
 namespace recurrent {
 
 // The tokens' v in fp32 in shared memory: of `held` tokens of the buffer and of `added` new ones.
-// Of a fold, the first T places have been saved. Places without a token are zero.
+// Of a fold, the first T places have been saved if heads share v. Places without a token are zero.
 template <class Tile, Access kAccess, class Shared>
 __device__ __forceinline__ void load_values(const Recurrence& p, const Buffers& b,
                                             const BufferRow& row, int first_value, int held,
                                             int added, Shared& s) {
   constexpr int kFours = Tile::kValues / 4, kAll = kMostBuffered * kFours;
   constexpr int kLoads = (kAll + Tile::kThreads - 1) / Tile::kThreads;
-  const int T = static_cast<int>(p.T), saved = row.folds && added == 0 ? T : 0;
+  const int T = static_cast<int>(p.T);
+  const int saved = row.folds && added == 0 && b.group != 1 ? T : 0;
   // Calls f(load, token, value) for this thread's fours.
   const auto for_fours = [&](auto&& f) {
 #pragma unroll
@@ -45,7 +46,7 @@ __device__ __forceinline__ void load_values(const Recurrence& p, const Buffers& 
     from.dtype = j < saved ? DType::kFloat : p.v.dtype;
     int64_t of = first_value + value;
     if (j < saved)
-      from.data = b.values, of += (row.keys(p, b) * T + j) * p.V;
+      from.data = b.values, of += (row.keys(b) * T + j) * p.V;
     else if (j < held)
       from.data = b.v.data, of += row.buffer_offset(b.v, j);
     else
@@ -62,7 +63,7 @@ __device__ __forceinline__ void load_values(const Recurrence& p, const Buffers& 
 template <class Tile, class Shared>
 __device__ __forceinline__ void load_fold_keys(const Recurrence& p, const Buffers& b,
                                                const BufferRow& row, Shared& s) {
-  const float* from = b.keys + row.keys(p, b) * kFoldRows * b.Kp;
+  const float* from = b.keys + row.keys(b) * kFoldRows * b.Kp;
 #pragma unroll 2
   for (int i = threadIdx.x; i < kFoldRows * Tile::kK / 4; i += Tile::kThreads) {
     const int j = i / (Tile::kK / 4), key = i % (Tile::kK / 4) * 4;
@@ -89,7 +90,7 @@ __device__ __forceinline__ void store_outputs(const Recurrence& p, const Buffers
     for (int token = 0; token < kMostBuffered; ++token)
       if (token <= last) o = fmaf(s.A[t][token], s.v[token][j], o);
     store_any(p.o.data, p.o.dtype, row.offset(p.o, first + t) + value, o);
-    if (row.owns_keys(p, b))
+    if (row.owns_keys(b))
       store_any(b.v.data, b.v.dtype, row.buffer_offset(b.v, last) + value, s.v[last][j]);
   }
 }
@@ -108,9 +109,9 @@ __global__ void __launch_bounds__(Tile::kThreads, (kBufferedBlocks<Tile, kAccess
   extern __shared__ __align__(16) unsigned char s_bytes[];
   auto& s = *reinterpret_cast<BufferedShared<State, Tile>*>(s_bytes);
   using Part = BufferedState<Tile, State, kAccess>;
-  const int tiles = blocks_of(p.V, Tile::kValues);
-  const int first_value = static_cast<int>(blockIdx.x % tiles) * Tile::kValues;
-  const BufferRow row(p, b, blockIdx.x / tiles);
+  const int tile = blockIdx.x & ((1 << b.tile_bits) - 1), first_value = tile * Tile::kValues;
+  if (first_value >= p.V) return sm90::await_previous_kernel();
+  const BufferRow row(p, b, blockIdx.x >> b.tile_bits, blockIdx.y);
   const int T = static_cast<int>(p.T), Kp = b.Kp;
   if (row.slot < 0) {
     sm90::await_previous_kernel();
@@ -125,42 +126,48 @@ __global__ void __launch_bounds__(Tile::kThreads, (kBufferedBlocks<Tile, kAccess
   State* matrix =
       static_cast<State*>(p.state_out) + row.slot * p.state_stride_n + row.head * p.state_stride_h;
   Part::load(p, matrix, first_value, s);
-  if (!row.folds) load_values<Tile, kAccess>(p, b, row, first_value, row.held, T, s);
-  sm90::await_previous_kernel();
-  if (row.folds) {
-    load_values<Tile, kAccess>(p, b, row, first_value, row.held, 0, s);
+  int held = row.held;
+  bool folds = row.folds;
+  if (folds && b.group != 1) sm90::await_previous_kernel();  // the first kernel saves values
+#pragma unroll 1
+  for (;; held = 0, folds = false) {
+    load_values<Tile, kAccess>(p, b, row, first_value, held, folds ? 0 : T, s);
+    sm90::await_previous_kernel();
+    if (!folds) break;
     load_fold_keys<Tile>(p, b, row, s);
     Part::wait();
     Part::fold(p, matrix, first_value, p.v.dtype != DType::kFloat, s);
     __syncthreads();  // v and the keys have been read
-    load_values<Tile, kAccess>(p, b, row, first_value, 0, T, s);
   }
-  const int held = row.folds ? 0 : row.held;
 #pragma unroll 1
   for (int first = 0; first < T; first += kQueries) {
     if (first > 0) __syncthreads();  // A and o have been read
     const int64_t query = int64_t{row.run} * T + first;
     const int tokens = min(T - first, kQueries);
-    for (int i = threadIdx.x; i < tokens * kMostBuffered; i += Tile::kThreads)
-      s.A[i / kMostBuffered][i % kMostBuffered] = b.scores[query * kMostBuffered + i];
-    Part::multiply(b.queries + query * Kp, Kp, tokens, s);
+    for (int i = threadIdx.x; i < tokens * kMostBuffered / 4; i += Tile::kThreads)
+      sm90::copy16(sm90::shared_address(&s.A[0][4 * i]), b.scores + query * kMostBuffered + 4 * i,
+                   true);
+    sm90::commit_copies();
+    const typename Part::Queries q(b.queries + query * Kp, Kp, tokens);
+    Part::wait();
+    Part::multiply(q, tokens, s);
     __syncthreads();  // o of every warp is written
     store_outputs<Tile>(p, b, row, first, first_value, held, s);
   }
 }
 
 template <class State, class Tile, Access kAccess>
-void launch_buffered_outputs(const Recurrence& p, const Buffers& b, bool overlaps,
-                             cudaStream_t stream) {
+void launch_buffered_outputs(const Recurrence& p, Buffers b, bool overlaps, cudaStream_t stream) {
   constexpr auto kernel = buffered_outputs_kernel<State, Tile, kAccess>;
   constexpr size_t kBytes = sizeof(BufferedShared<State, Tile>);
   static const DynamicShared shared(kernel, kBytes);
   shared.allow();
-  const int64_t blocks = p.B * p.H * blocks_of(p.V, Tile::kValues);
+  while (Tile::kValues << b.tile_bits < p.V) ++b.tile_bits;
+  const dim3 blocks(static_cast<unsigned>(p.B << b.tile_bits), static_cast<unsigned>(p.H));
   if (overlaps)
     sm90::launch_dependent(kernel, blocks, Tile::kThreads, kBytes, stream, p, b);
   else
-    kernel<<<static_cast<unsigned>(blocks), Tile::kThreads, kBytes, stream>>>(p, b);
+    kernel<<<blocks, Tile::kThreads, kBytes, stream>>>(p, b);
 }
 
 // Whether every 16 bytes of a row of the state are aligned, and every four values of a token.

@@ -111,12 +111,17 @@ class RecurrentCall : Launch {
   void buffered_step(const BufferedStep& a) {
     Buffers b;
     b.HK = static_cast<int32_t>(a.k.size(2));
+    b.group = static_cast<int32_t>(p.H / std::max(b.HK, 1));
     b.L = static_cast<int32_t>(a.buffer_k.size(1));
     b.Kp = (p.K + 7) / 8 * 8;
     input(b.k, a.buffer_k);
     input(b.v, a.buffer_v);
     input(b.g, a.buffer_g);
     input(b.count, a.count);
+    // As many tokens at once as find room on the GPU together with all rows and heads: there are
+    // registers for eight blocks of one token.
+    const int64_t rooms = 8 * multiprocessors() / std::max<int64_t>(p.B * p.H, 1);
+    b.tokens = static_cast<int32_t>(std::clamp<int64_t>(rooms, 1, std::min<int64_t>(p.T, 4)));
     const int64_t queries = p.B * p.H * p.T, keys = p.B * b.HK;
     float** parts[]{&b.scores, &b.queries, &b.keys, &b.values};
     const int64_t sizes[]{queries * kMostBuffered, queries * b.Kp, keys * kFoldRows * b.Kp,

@@ -85,10 +85,12 @@ void recurrent_verify_fp16(const Recurrence& p, int multiprocessors, cudaStream_
 // The buffers of a pool's slots, of p's P slots and B rows, and what the two kernels of a step pass
 // on, in floats.
 struct Buffers {
-  Rows k, v, g;   // [P, L, HK, K | V]
-  Indices count;  // [P]
-  int32_t HK = 0, L = 0;
-  int32_t Kp = 0;            // K up to the next multiple of 8
+  Rows k, v, g;                      // [P, L, HK, K | V]
+  Indices count;                     // [P]
+  int32_t HK = 0, group = 0, L = 0;  // group: heads that share keys
+  int32_t Kp = 0;                    // K up to the next multiple of 8
+  int32_t tokens = 1;                // whose scores a block makes at once
+  int32_t tile_bits = 0;     // 2^tile_bits blocks, or more than are needed, have a head's values
   float* scores = nullptr;   // [B, H, T, kMostBuffered]
   float* queries = nullptr;  // [B, H, T, Kp], q decayed to the state
   // Of rows whose buffer is folded: its keys decayed to its end, and behind them their decay; and v

@@ -49,7 +49,7 @@ __device__ __forceinline__ void wait_for_all_but_scan(bool scanned) {
 // kCluster: blocks per cluster; `blocks` is a multiple of it. overlaps: whether the kernel may
 // start before the previous one is done.
 template <int kCluster, class... Parameters, class... Arguments>
-void launch_clusters_of(bool overlaps, void (*kernel)(Parameters...), int64_t blocks, int threads,
+void launch_clusters_of(bool overlaps, void (*kernel)(Parameters...), dim3 blocks, int threads,
                         size_t shared_bytes, cudaStream_t stream, Arguments... arguments) {
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -57,7 +57,7 @@ void launch_clusters_of(bool overlaps, void (*kernel)(Parameters...), int64_t bl
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {kCluster, 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.gridDim = blocks;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
@@ -66,8 +66,8 @@ void launch_clusters_of(bool overlaps, void (*kernel)(Parameters...), int64_t bl
   cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
 }
 template <int kCluster = 1, class... Parameters, class... Arguments>
-void launch_dependent(void (*kernel)(Parameters...), int64_t blocks, int threads,
-                      size_t shared_bytes, cudaStream_t stream, Arguments... arguments) {
+void launch_dependent(void (*kernel)(Parameters...), dim3 blocks, int threads, size_t shared_bytes,
+                      cudaStream_t stream, Arguments... arguments) {
   launch_clusters_of<kCluster>(/*overlaps=*/true, kernel, blocks, threads, shared_bytes, stream,
                                arguments...);
 }
