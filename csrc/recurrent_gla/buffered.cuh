@@ -37,5 +37,14 @@ struct BufferRow {
   }
 };
 
+// A grid of `blocks` blocks for each of B rows, and the row of a block, which may be B or more.
+inline dim3 blocks_of_rows(int blocks, int64_t B) {
+  const unsigned rows = static_cast<unsigned>(B < 32768 ? B : 32768);
+  return {static_cast<unsigned>(blocks), rows, static_cast<unsigned>((B + rows - 1) / rows)};
+}
+__device__ __forceinline__ int row_of_block() {
+  return static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y);
+}
+
 }  // namespace recurrent
 }  // namespace gla_ext::cuda

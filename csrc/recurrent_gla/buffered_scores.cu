@@ -4,10 +4,13 @@
 // If the new tokens do not fit, n = 0 for these, and the buffer's keys are decayed to its end:
 //   k~_j = k_j ⊙ a_{j+1} .. a_{n-1}
 //
-// grid    (row, head), 256 keys at a time, two a thread, with 128 threads for each of up to 4
-// tokens reads   q, k, gk [B, T, H | HK, K], v [B, T, HK, V], the buffers [P, L, HK, K | V] writes
-// A [B, H, T, 16], q^ [B, H, T, Kp], k~ and their decay, the new tokens to the buffers, and
+// grid    (head, row), 256 keys at a time, two a thread, with 128 threads for each of up to 4
+// tokens
+//
+// reads   q, k, gk [B, T, H | HK, K], v [B, T, HK, V], the buffers [P, L, HK, K | V]
+// writes  A [B, H, T, 16], q^ [B, H, T, Kp], k~ and their decay, the new tokens to the buffers, and
 //         before that the v that they replace in a fold, if heads share it
+//
 // Decays are running products, exact at a reset; everything is fp32. The next kernel starts at
 // once.
 #include "buffered.cuh"
@@ -156,9 +159,10 @@ __global__ void __launch_bounds__(4 * kScoreThreads, 2)
                            const __grid_constant__ Buffers b) {
   __shared__ __align__(16) Places<In> k;
   __shared__ __align__(16) Places<float, Gate> a;
-  __shared__ float s_parts[kMostBuffered][kScoreWarps][kMostBuffered];
+  extern __shared__ float s_parts[][kScoreWarps][kMostBuffered];  // [T]
   sm90::release_next_kernel();
-  const BufferRow row(p, b, blockIdx.x, blockIdx.y);
+  if (row_of_block() >= p.B) return;
+  const BufferRow row(p, b, row_of_block(), blockIdx.x);
   if (row.slot < 0) return;
   const int T = static_cast<int>(p.T), held = row.folds ? 0 : row.held, Kp = b.Kp;
   const int warp = threadIdx.x % kScoreThreads / 32, lane = threadIdx.x % 32;
@@ -243,12 +247,13 @@ __global__ void __launch_bounds__(4 * kScoreThreads, 2)
 
 void recurrent_buffered_scores(const Recurrence& p, const Buffers& buffers, cudaStream_t stream) {
   const int threads = recurrent::kScoreThreads * buffers.tokens;
-  const dim3 blocks(static_cast<unsigned>(p.B), static_cast<unsigned>(p.H));
+  const dim3 blocks = recurrent::blocks_of_rows(p.H, p.B);
+  const size_t bytes = p.T * recurrent::kScoreWarps * kMostBuffered * sizeof(float);
   with_dtype(p.k.dtype, [&](auto in) {
     with_dtype(buffers.g.dtype, [&](auto gate) {
       using In = typename decltype(in)::type;
       using Gate = typename decltype(gate)::type;
-      recurrent::buffered_scores_kernel<In, Gate><<<blocks, threads, 0, stream>>>(p, buffers);
+      recurrent::buffered_scores_kernel<In, Gate><<<blocks, threads, bytes, stream>>>(p, buffers);
     });
   });
 }

@@ -5,6 +5,7 @@
 #include "cuda/device/vec.cuh"
 #include "cuda/sm90/tiles/ptx.cuh"
 #include "state_product.cuh"
+#include "tile.cuh"
 
 namespace gla_ext::cuda {
 namespace recurrent {
@@ -21,6 +22,15 @@ struct BufferedTile {
   static constexpr int kValues = kPieces * kThreads * kC / kK;
   static constexpr int kRows = kVFirst ? kValues : kK, kColumns = kVFirst ? kK : kValues;
   static constexpr int kRowPieces = kColumns / kC;
+  static constexpr int kStep = kThreads / kRowPieces;  // rows between the pieces of a thread
+  // Sums over keys that make up an o of a single token.
+  static constexpr int kParts = !kVFirst ? kWarps : kRowPieces > 32 ? kRowPieces / 32 : 1;
+
+  // A thread's pieces are those of rows row(), row() + kStep, .. at column().
+  __device__ __forceinline__ static int row() { return static_cast<int>(threadIdx.x) / kRowPieces; }
+  __device__ __forceinline__ static int column() {
+    return static_cast<int>(threadIdx.x) % kRowPieces * kC;
+  }
 
   // Offset of a number in shared memory. The pieces of a row are exchanged, so that lanes that load
   // pairs of numbers of even rows, or of odd ones, use different banks. The offset of the bits of
@@ -72,9 +82,8 @@ struct BufferedState {
   // Starts to copy all of it.
   __device__ __forceinline__ static void load(const Recurrence& p, const State* matrix,
                                               int first_value, Shared& s) {
-    constexpr int kC = Tile::kC, kStep = Tile::kThreads / Tile::kRowPieces;
-    const int row = static_cast<int>(threadIdx.x) / Tile::kRowPieces;
-    const int column = static_cast<int>(threadIdx.x) % Tile::kRowPieces * kC;
+    constexpr int kC = Tile::kC, kStep = Tile::kStep;
+    const int row = Tile::row(), column = Tile::column();
     const State* from = matrix + Tile::offset_of(p, first_value, row, column);
     const int64_t step = kStep * (Tile::kVFirst ? p.K : p.V);
     const int own = Tile::place(row, column);
@@ -89,11 +98,8 @@ struct BufferedState {
     }
     sm90::commit_copies();
   }
-  // Until all that the block copies is there.
-  __device__ __forceinline__ static void wait() {
-    sm90::wait_for_copies<0>();
-    __syncthreads();
-  }
+  // Until all that this thread copies is there.
+  __device__ __forceinline__ static void wait() { sm90::wait_for_copies<0>(); }
 
   // Folds the buffer, of which s has v, k~ and the decay, and stores the state: S = decay ⊙ S +
   // rows columnsᵀ on tensor cores, 16 rows and columns at a time. A factor is the sum of
@@ -233,7 +239,79 @@ struct BufferedState {
     }
   }
 
+  // s.o of a single query, by parts. A thread multiplies what it has copied itself, and so waits
+  // for no other one.
+  __device__ __forceinline__ static void multiply_one(const float* q, int Kp, Shared& s) {
+    if constexpr (Tile::kVFirst)
+      multiply_value_rows(q, Kp, s);
+    else
+      multiply_key_rows(q, Kp, s);
+  }
+
  private:
+  __device__ __forceinline__ static Vec<State, Tile::kC> piece(const Shared& s, int i) {
+    const int at = Tile::place(Tile::row(), Tile::column()) ^ Tile::place(i * Tile::kStep, 0);
+    const uint4 x = *reinterpret_cast<const uint4*>(s.state + at);
+    return {{x.x, x.y, x.z, x.w}};
+  }
+  // A thread sums its rows of each column, then lanes of a warp are summed.
+  __device__ __forceinline__ static void multiply_key_rows(const float* q, int Kp, Shared& s) {
+    constexpr int kC = Tile::kC, kPieces = Tile::kPieces;
+    float o[kC]{}, r_q[kPieces];
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const int key = Tile::row() + i * Tile::kStep;
+      r_q[i] = key < Kp ? q[key] : 0.f;
+    }
+    wait();
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const auto S = piece(s, i);
+#pragma unroll
+      for (int c = 0; c < kC; ++c) o[c] = fmaf(r_q[i], S[c], o[c]);
+    }
+#pragma unroll
+    for (int c = 0; c < kC; ++c)
+#pragma unroll
+      for (int lane = Tile::kRowPieces; lane < 32; lane *= 2)
+        o[c] += __shfl_xor_sync(0xffffffffu, o[c], lane);
+    if (threadIdx.x % 32 >= Tile::kRowPieces) return;
+#pragma unroll
+    for (int c = 0; c < kC; c += 4)
+      *reinterpret_cast<float4*>(&s.o[0][threadIdx.x / 32][Tile::column() + c]) =
+          make_float4(o[c], o[c + 1], o[c + 2], o[c + 3]);
+  }
+  // A thread sums its columns of each row, then the lanes of a row are summed, at most a warp.
+  __device__ __forceinline__ static void multiply_value_rows(const float* q, int Kp, Shared& s) {
+    constexpr int kC = Tile::kC, kPieces = Tile::kPieces;
+    constexpr int kWidth = Tile::kRowPieces < 32 ? Tile::kRowPieces : 32;
+    constexpr int kOfSum = kWidth / kPieces;
+    static_assert(kPieces == 8);
+    const int lane = threadIdx.x % kWidth, part = threadIdx.x % Tile::kRowPieces / 32;
+    float4 r_q[kC / 4];
+#pragma unroll
+    for (int c = 0; c < kC / 4; ++c)
+      r_q[c] = Tile::column() < Kp ? *reinterpret_cast<const float4*>(q + Tile::column() + 4 * c)
+                                   : float4{};
+    wait();
+    float o[kPieces]{};
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const auto S = piece(s, i);
+#pragma unroll
+      for (int c = 0; c < kC; c += 4) {
+        const float x[4]{S[c], S[c + 1], S[c + 2], S[c + 3]};
+        o[i] += dot(r_q[c / 4], x);
+      }
+    }
+    reduce_halves<8>(o, kWidth / 2);
+    reduce_halves<4>(o, kWidth / 4);
+    reduce_halves<2>(o, kWidth / 8);
+    float sum = o[0];
+#pragma unroll
+    for (int mask = kOfSum / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+    if (lane % kOfSum == 0) s.o[0][part][Tile::row() + lane / kOfSum * Tile::kStep] = sum;
+  }
   // Two neighbours of the row that is `rows` behind that of `place`.
   __device__ __forceinline__ static float2 pair(const Shared& s, int place, int rows) {
     const State* at = s.state + place + rows * Tile::kColumns;

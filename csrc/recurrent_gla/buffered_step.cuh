@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_fold_keys(const Recurrence& p, const Buffer
 }
 
 // o of at most kQueries tokens from `first` on, and their v to the buffer, from place `held` on.
-template <class Tile, class Shared>
+template <class Tile, int kParts, class Shared>
 __device__ __forceinline__ void store_outputs(const Recurrence& p, const Buffers& b,
                                               const BufferRow& row, int first, int first_value,
                                               int held, const Shared& s) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_outputs(const Recurrence& p, const Buffers
     const int last = held + first + t;
     float o = s.o[t][0][j];
 #pragma unroll
-    for (int warp = 1; warp < Tile::kWarps; ++warp) o += s.o[t][warp][j];
+    for (int part = 1; part < kParts; ++part) o += s.o[t][part][j];
 #pragma unroll
     for (int token = 0; token < kMostBuffered; ++token)
       if (token <= last) o = fmaf(s.A[t][token], s.v[token][j], o);
@@ -96,13 +96,20 @@ __device__ __forceinline__ void store_outputs(const Recurrence& p, const Buffers
 }
 
 // Blocks of a multiprocessor for which there are registers, and above 256 keys shared memory.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
+constexpr int kMostBufferedBlocks = 4;
+#else
+constexpr int kMostBufferedBlocks = 3;  // compilers for other GPUs need more registers
+#endif
 template <class Tile, Access kAccess>
-constexpr int kBufferedBlocks = Tile::kThreads > 256                                    ? 1
-                                : kAccess == Access::kGeneral                           ? 2
-                                : Tile::kK == 512 || (Tile::kC == 8 && Tile::kK == 128) ? 3
-                                                                                        : 4;
+constexpr int kBufferedBlocks = Tile::kThreads > 256          ? 1
+                                : kAccess == Access::kGeneral ? 2
+                                : Tile::kK == 512 || (Tile::kC == 8 && Tile::kK == 128)
+                                    ? 3
+                                    : kMostBufferedBlocks;
 
-template <class State, class Tile, Access kAccess>
+// kOne: a call of a single token.
+template <class State, class Tile, Access kAccess, bool kOne>
 __global__ void __launch_bounds__(Tile::kThreads, (kBufferedBlocks<Tile, kAccess>))
     buffered_outputs_kernel(const __grid_constant__ Recurrence p,
                             const __grid_constant__ Buffers b) {
@@ -110,8 +117,8 @@ __global__ void __launch_bounds__(Tile::kThreads, (kBufferedBlocks<Tile, kAccess
   auto& s = *reinterpret_cast<BufferedShared<State, Tile>*>(s_bytes);
   using Part = BufferedState<Tile, State, kAccess>;
   const int tile = blockIdx.x & ((1 << b.tile_bits) - 1), first_value = tile * Tile::kValues;
-  if (first_value >= p.V) return sm90::await_previous_kernel();
-  const BufferRow row(p, b, blockIdx.x >> b.tile_bits, blockIdx.y);
+  if (first_value >= p.V || row_of_block() >= p.B) return sm90::await_previous_kernel();
+  const BufferRow row(p, b, row_of_block(), blockIdx.x >> b.tile_bits);
   const int T = static_cast<int>(p.T), Kp = b.Kp;
   if (row.slot < 0) {
     sm90::await_previous_kernel();
@@ -136,6 +143,7 @@ __global__ void __launch_bounds__(Tile::kThreads, (kBufferedBlocks<Tile, kAccess
     if (!folds) break;
     load_fold_keys<Tile>(p, b, row, s);
     Part::wait();
+    __syncthreads();  // everything has been copied
     Part::fold(p, matrix, first_value, p.v.dtype != DType::kFloat, s);
     __syncthreads();  // v and the keys have been read
   }
@@ -148,22 +156,27 @@ __global__ void __launch_bounds__(Tile::kThreads, (kBufferedBlocks<Tile, kAccess
       sm90::copy16(sm90::shared_address(&s.A[0][4 * i]), b.scores + query * kMostBuffered + 4 * i,
                    true);
     sm90::commit_copies();
-    const typename Part::Queries q(b.queries + query * Kp, Kp, tokens);
-    Part::wait();
-    Part::multiply(q, tokens, s);
-    __syncthreads();  // o of every warp is written
-    store_outputs<Tile>(p, b, row, first, first_value, held, s);
+    if constexpr (kOne) {
+      Part::multiply_one(b.queries + query * Kp, Kp, s);
+    } else {
+      const typename Part::Queries q(b.queries + query * Kp, Kp, tokens);
+      Part::wait();
+      __syncthreads();  // everything has been copied
+      Part::multiply(q, tokens, s);
+    }
+    __syncthreads();  // o of every part is written
+    store_outputs<Tile, kOne ? Tile::kParts : Tile::kWarps>(p, b, row, first, first_value, held, s);
   }
 }
 
-template <class State, class Tile, Access kAccess>
+template <class State, class Tile, Access kAccess, bool kOne>
 void launch_buffered_outputs(const Recurrence& p, Buffers b, bool overlaps, cudaStream_t stream) {
-  constexpr auto kernel = buffered_outputs_kernel<State, Tile, kAccess>;
+  constexpr auto kernel = buffered_outputs_kernel<State, Tile, kAccess, kOne>;
   constexpr size_t kBytes = sizeof(BufferedShared<State, Tile>);
   static const DynamicShared shared(kernel, kBytes);
   shared.allow();
   while (Tile::kValues << b.tile_bits < p.V) ++b.tile_bits;
-  const dim3 blocks(static_cast<unsigned>(p.B << b.tile_bits), static_cast<unsigned>(p.H));
+  const dim3 blocks = blocks_of_rows(p.H << b.tile_bits, p.B);
   if (overlaps)
     sm90::launch_dependent(kernel, blocks, Tile::kThreads, kBytes, stream, p, b);
   else
@@ -182,10 +195,12 @@ bool has_aligned_pieces(const Recurrence& p, const Buffers& b) {
 template <class State, class Tile>
 void launch_buffered_outputs(const Recurrence& p, const Buffers& b, bool overlaps,
                              cudaStream_t stream) {
-  if (has_aligned_pieces<State>(p, b))
-    launch_buffered_outputs<State, Tile, Access::kFast>(p, b, overlaps, stream);
+  if (!has_aligned_pieces<State>(p, b))
+    launch_buffered_outputs<State, Tile, Access::kGeneral, false>(p, b, overlaps, stream);
+  else if (p.T == 1)
+    launch_buffered_outputs<State, Tile, Access::kFast, true>(p, b, overlaps, stream);
   else
-    launch_buffered_outputs<State, Tile, Access::kGeneral>(p, b, overlaps, stream);
+    launch_buffered_outputs<State, Tile, Access::kFast, false>(p, b, overlaps, stream);
 }
 
 template <class State>
