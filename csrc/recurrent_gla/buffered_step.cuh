@@ -9,7 +9,7 @@
 //         [P, H, K, V] or v-first
 // writes  o [B, T, H, V], v to the buffer, and the state where it is folded
 // Sums are made in fp32. o is made of the rounded state, which a later step will read. Every sum's
-// order depends on K alone.
+// order depends on K, the layout, the state's dtype and whether T is 1.
 #pragma once
 
 #include "buffered.cuh"

@@ -48,8 +48,7 @@ def recurrent_gla_buffered_step_(
 
         recurrent_gla_commit_(buffer_k, buffer_v, buffer_g, state=state, accepted=count)
 
-    after which count is 0. A token's o has the same bits in a call of its own and among drafts, as
-    long as the state is the same. There is no gradient. Works in CUDA graphs.
+    after which count is 0. There is no gradient. Works in CUDA graphs.
 
     Args:
         q, k, v, gk, state, slots, scale, state_v_first: as in `recurrent_gla_step_`, with 1 to L
