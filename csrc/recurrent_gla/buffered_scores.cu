@@ -4,13 +4,10 @@
 // If the new tokens do not fit, n = 0 for these, and the buffer's keys are decayed to its end:
 //   k~_j = k_j ⊙ a_{j+1} .. a_{n-1}
 //
-// grid    (head, row), 256 keys at a time, two a thread, with 128 threads for each of up to 4
-// tokens
-//
+// grid    (head, row); 128 threads for each of up to 4 tokens have 256 keys at a time
 // reads   q, k, gk [B, T, H | HK, K], v [B, T, HK, V], the buffers [P, L, HK, K | V]
 // writes  A [B, H, T, 16], q^ [B, H, T, Kp], k~ and their decay, the new tokens to the buffers, and
 //         before that the v that they replace in a fold, if heads share it
-//
 // Decays are running products, exact at a reset; everything is fp32. The next kernel starts at
 // once.
 #include "buffered.cuh"

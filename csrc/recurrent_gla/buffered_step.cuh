@@ -102,11 +102,11 @@ constexpr int kMostBufferedBlocks = 4;
 constexpr int kMostBufferedBlocks = 3;  // compilers for other GPUs need more registers
 #endif
 template <class Tile, Access kAccess>
-constexpr int kBufferedBlocks = Tile::kThreads > 256          ? 1
-                                : kAccess == Access::kGeneral ? 2
-                                : Tile::kK == 512 || (Tile::kC == 8 && Tile::kK == 128)
-                                    ? 3
-                                    : kMostBufferedBlocks;
+constexpr int kBufferedBlocks =
+    Tile::kThreads > 256                                    ? 1
+    : kAccess == Access::kGeneral                           ? 2
+    : Tile::kK == 512 || (Tile::kC == 8 && Tile::kK == 128) ? 3
+                                                            : kMostBufferedBlocks;
 
 // kOne: a call of a single token.
 template <class State, class Tile, Access kAccess, bool kOne>
