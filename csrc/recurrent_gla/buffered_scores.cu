@@ -11,6 +11,7 @@
 // Decays are running products, exact at a reset; everything is fp32. The next kernel starts at
 // once.
 #include "buffered.cuh"
+#include "cuda/device/dynamic_shared.h"
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
 #include "cuda/sm90/tiles/ptx.cuh"
@@ -245,12 +246,15 @@ __global__ void __launch_bounds__(4 * kScoreThreads, 2)
 void recurrent_buffered_scores(const Recurrence& p, const Buffers& buffers, cudaStream_t stream) {
   const int threads = recurrent::kScoreThreads * buffers.tokens;
   const dim3 blocks = recurrent::blocks_of_rows(p.H, p.B);
-  const size_t bytes = p.T * recurrent::kScoreWarps * kMostBuffered * sizeof(float);
+  constexpr size_t each = recurrent::kScoreWarps * kMostBuffered * sizeof(float);  // of a token
   with_dtype(p.k.dtype, [&](auto in) {
     with_dtype(buffers.g.dtype, [&](auto gate) {
       using In = typename decltype(in)::type;
       using Gate = typename decltype(gate)::type;
-      recurrent::buffered_scores_kernel<In, Gate><<<blocks, threads, bytes, stream>>>(p, buffers);
+      constexpr auto kernel = recurrent::buffered_scores_kernel<In, Gate>;
+      static const DynamicShared shared(kernel, kMostBuffered * each, /*like_next=*/true);
+      shared.allow();
+      kernel<<<blocks, threads, p.T * each, stream>>>(p, buffers);
     });
   });
 }

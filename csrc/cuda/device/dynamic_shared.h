@@ -19,9 +19,13 @@ constexpr int launch_registers(int threads) { return 65536 / threads / 8 * 8; }
 
 class DynamicShared {
  public:
+  // like_next: a multiprocessor is to be divided into shared memory and cache as for the next
+  // kernel, which has much shared memory; with another division that could not start early.
   template <class Kernel>
-  DynamicShared(Kernel kernel, size_t bytes)
-      : kernel_(reinterpret_cast<const void*>(kernel)), bytes_(static_cast<int>(bytes)) {}
+  DynamicShared(Kernel kernel, size_t bytes, bool like_next = false)
+      : kernel_(reinterpret_cast<const void*>(kernel)),
+        bytes_(static_cast<int>(bytes)),
+        like_next_(like_next) {}
 
   // Enables the shared memory on the current device. An error is left to the following launch.
   void allow() const {
@@ -29,6 +33,9 @@ class DynamicShared {
     if (cudaGetDevice(&device) != cudaSuccess) return;
     std::atomic<bool>& allowed = allowed_[static_cast<size_t>(device) % allowed_.size()];
     if (allowed.load(std::memory_order_relaxed)) return;
+    if (like_next_)
+      cudaFuncSetAttribute(kernel_, cudaFuncAttributePreferredSharedMemoryCarveout,
+                           cudaSharedmemCarveoutMaxShared);
     if (cudaFuncSetAttribute(kernel_, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes_) ==
         cudaSuccess)
       allowed.store(true, std::memory_order_relaxed);
@@ -37,6 +44,7 @@ class DynamicShared {
  private:
   const void* kernel_;
   int bytes_;
+  bool like_next_;
   mutable std::array<std::atomic<bool>, 64> allowed_{};
 };
 
