@@ -205,7 +205,9 @@ def test_tokens_of_one_text_have_one_entry():
         (4, {}, {"b": -2.0}),
     ):
         delta = Delta("", [token], [TokenLogprob(token, best[token], most)])
-        shown = choices.TextChoice(0, choices.Names(Alike()), True).render(delta)["logprobs"]
+        choice = choices.TextChoice(0, choices.Names(Alike()), True)
+        choice.add(delta)
+        shown = json.loads("".join(choice.take(whole=True)))["logprobs"]
         assert shown["top_logprobs"] == [expected]
         assert shown["token_logprobs"] == [expected[shown["tokens"][0]]]
 

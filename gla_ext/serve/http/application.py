@@ -6,11 +6,12 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -30,13 +31,13 @@ from gla_ext.serve.http.choices import ChatChoice, Echo, Names, TextChoice
 from gla_ext.serve.http.fields import RefusedError, short
 from gla_ext.serve.http.protocol import Completion
 from gla_ext.serve.http.reply import Reply
-from gla_ext.serve.request import Request
 from gla_ext.serve.sequence import Sequence
 from gla_ext.serve.text import chat_tokens
 from gla_ext.serve.worker import Worker
 
 PAGE = Path(__file__).with_name("page.html")
 MOST_REFUSED = 1 << 26  # bytes; a client that is still sending does not see an error reply
+MOST_KEPT = 1 << 23  # of all replies under way, see `Completion.most_kept`
 Form = type[TextChoice] | type[ChatChoice]
 LONG_TEXT = 4096  # characters of a text that is encoded in a thread
 
@@ -80,6 +81,8 @@ class Application:
         self._worker = Worker(engine, self._deliver)
         self._inboxes: dict[Sequence, asyncio.Queue] = {}
         self._encoding = asyncio.Lock()
+        self._bodies = 0  # requests that are read and not submitted
+        self._kept = 0  # of all replies under way, see `Completion.most_kept`
         self._statuses: Counter[int] = Counter()
         self._started = int(time.time())
 
@@ -130,31 +133,54 @@ class Application:
 
     async def completions(self, request: HTTPRequest) -> Response:
         """POST /v1/completions."""
-        body = await self._read_body(request)
-        asked = protocol.read(body, self.options.name)
-        prompts = [await self._tokens(prompt) for prompt in asked.prompts]
-        most, count = self.engine.limits.prompt_tokens, sum(map(len, prompts)) * asked.n
-        if asked.is_scored and count > most:
-            message = f"expected at most {most} tokens of all prompts with echo and logprobs, got "
-            raise RefusedError(400, f"{message}{count}")
-        return self._reply(asked, prompts, TextChoice)
+        async with self._reading(request) as body:
+            asked = protocol.read(body, self.options.name)
+            self._check_room(len(asked.prompts) * asked.n)
+            prompts = [await self._tokens(prompt) for prompt in asked.prompts]
+            return self._reply(asked, prompts, TextChoice)
 
     async def chat(self, request: HTTPRequest) -> Response:
         """POST /v1/chat/completions."""
-        asked, messages = protocol.read_chat(await self._read_body(request), self.options.name)
-        tokenizer = self.engine.tokenizer
+        async with self._reading(request) as body:
+            asked, messages = protocol.read_chat(body, self.options.name)
+            self._check_room(asked.n)
+            tokenizer = self.engine.tokenizer
+            try:
+                async with self._encoding:
+                    tokens = await asyncio.to_thread(chat_tokens, tokenizer, messages)
+            except ValueError as error:
+                raise RefusedError(400, str(error), None, "messages") from error
+            options = {"max_new_tokens": self.engine.limits.new_tokens} | asked.options
+            end = getattr(tokenizer, "eos_token_id", None)  # a turn's, perhaps not the model's
+            options["end_tokens"] = () if end is None else (end,)
+            return self._reply(dataclasses.replace(asked, options=options), [tokens], ChatChoice)
+
+    @contextlib.asynccontextmanager
+    async def _reading(self, request: HTTPRequest) -> AsyncIterator[bytes]:
+        """The body of a request, which is not kept if there is no room for one more sequence."""
         try:
-            async with self._encoding:
-                tokens = await asyncio.to_thread(chat_tokens, tokenizer, messages)
-        except ValueError as error:
-            raise RefusedError(400, str(error), None, "messages") from error
-        options = {"max_new_tokens": self.engine.limits.new_tokens} | asked.options
-        end = getattr(tokenizer, "eos_token_id", None)  # a turn's, which the model's need not be
-        options["end_tokens"] = () if end is None else (end,)
-        return self._reply(dataclasses.replace(asked, options=options), [tokens], ChatChoice)
+            self._check_room(self._bodies + 1)
+        except RefusedError:
+            with contextlib.suppress(RefusedError):
+                await self._read_body(request, 0)
+            raise
+        self._bodies += 1
+        try:
+            yield await self._read_body(request, self.options.body_bytes)
+        finally:
+            self._bodies -= 1
+
+    def _check_room(self, count: int) -> None:
+        with _refusing():
+            self.engine.check_room(count)
 
     def _reply(self, asked: Completion, prompts: list[list[int]], form: Form) -> Reply:
-        sequences = self._submit(asked.requests(prompts))
+        requests = asked.requests(prompts)
+        kept = asked.most_kept(requests, self.engine.limits)
+        self._check_kept(kept)
+        with _refusing():
+            sequences = self._worker.submit(*requests)
+        self._kept += kept
         inbox: asyncio.Queue = asyncio.Queue()
         self._inboxes |= dict.fromkeys(sequences, inbox)
         names, wanted = Names(self.engine.tokenizer), asked.options.get("logprobs") is not None
@@ -164,24 +190,27 @@ class Application:
             if asked.echo:
                 if index % asked.n == 0:  # one for all choices of a prompt
                     prompt, request = asked.prompts[index // asked.n], sequence.request
-                    given = (prompt, request.tokens, request.skip_special_tokens)
+                    text = prompt if isinstance(prompt, str) else None
+                    given = (text, request.tokens, request.skip_special_tokens)
                     echo = Echo(self.engine.tokenizer, *given)
                 choices[sequence] = form(index, names, wanted, echo)
+        asked.prompts.clear()  # the requests have the tokens
         ident = f"{form.ident}-{secrets.token_hex(12)}"
         args = (ident, self.options.name, asked, choices, inbox, self.options.write_seconds)
-        return Reply(*args, self._leave, self._count)
+        return Reply(*args, self._leave, self._count, functools.partial(self._release, kept))
 
-    def _submit(self, requests: list[Request]) -> list[Sequence]:
-        try:
-            return self._worker.submit(*requests)
-        except FullError as error:
-            raise RefusedError(429, str(error), "rate_limit_exceeded") from error
-        except (ChangedError, ClosedError) as error:
-            raise RefusedError(503, str(error)) from error
-        except ValueError as error:
-            too_long = "a prompt of at most" in str(error)
-            code = "context_length_exceeded" if too_long else None
-            raise RefusedError(400, str(error), code) from error
+    def _check_kept(self, kept: int) -> None:
+        """Bounds the memory of replies: each is kept until its client has taken it."""
+        counted = "tokens and log-probabilities"
+        if kept > MOST_KEPT:
+            message = f"expected a reply of at most {MOST_KEPT} {counted}, got up to {kept}"
+            raise RefusedError(400, message)
+        if (room := MOST_KEPT - self._kept) < kept:
+            message = f"expected at most {room} more {counted} beside other replies, got {kept}"
+            raise RefusedError(429, message, "rate_limit_exceeded")
+
+    def _release(self, kept: int) -> None:
+        self._kept -= kept
 
     def _count(self, status: int) -> None:
         self._statuses[status] += 1
@@ -191,8 +220,8 @@ class Application:
         self._inboxes.pop(sequence, None)
         self.engine.cancel(sequence)
 
-    async def _read_body(self, request: HTTPRequest) -> bytes:
-        most, body, size = self.options.body_bytes, bytearray(), 0
+    async def _read_body(self, request: HTTPRequest, most: int) -> bytes:
+        body, size = bytearray(), 0
         try:
             async with asyncio.timeout(self.options.read_seconds):
                 async for block in request.stream():
@@ -223,7 +252,8 @@ class Application:
 
     async def refresh(self, request: HTTPRequest) -> Response:
         """POST /v1/refresh."""
-        keep_running = protocol.read_refresh(await self._read_body(request))
+        body = await self._read_body(request, self.options.body_bytes)
+        keep_running = protocol.read_refresh(body)
         self._check_engine()
         try:
             await asyncio.to_thread(self.engine.refresh, keep_running)
@@ -297,3 +327,17 @@ class Application:
             message = f"expected a path among {', '.join(paths)}, got {short(request.url.path)}"
         refused = RefusedError(error.status_code, message)
         return JSONResponse(refused.body(), error.status_code, error.headers)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Turns the engine's errors into replies."""
+    try:
+        yield
+    except FullError as error:
+        raise RefusedError(429, str(error), "rate_limit_exceeded") from error
+    except (ChangedError, ClosedError) as error:
+        raise RefusedError(503, str(error)) from error
+    except ValueError as error:
+        code = "context_length_exceeded" if "a prompt of at most" in str(error) else None
+        raise RefusedError(400, str(error), code) from error

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
 from gla_ext.decode.sampling import is_int
 from gla_ext.serve.http.fields import BOOL, CHAT, COMPLETION, RefusedError, read_object, short
-from gla_ext.serve.request import Request
+from gla_ext.serve.request import Limits, Request
 
 ROLES = ("system", "user", "assistant")  # whose messages every chat template knows
 MOST_PROMPTS = 256  # limit of prompts times n in a request
@@ -27,10 +28,16 @@ class Completion:
     options: dict[str, Any]
     echo: bool = False
 
-    @property
-    def is_scored(self) -> bool:
-        """Whether log-probabilities of the prompts are wanted."""
-        return self.options.get("prompt_logprobs") is not None
+    def most_kept(self, requests: Sequence[Request], limits: Limits) -> int:
+        """The most tokens that the reply may have within the limits, each with its most probable
+        ones.
+        """
+        found = 0
+        for x in requests:
+            found += min(x.max_new_tokens, limits.new_tokens) * (1 + (x.logprobs or 0))
+            echoed = min(len(x.tokens), limits.prompt_tokens) * self.echo
+            found += echoed * (1 + (x.prompt_logprobs or 0))
+        return found
 
     def requests(self, prompts: Sequence[Sequence[int]]) -> list[Request]:
         """The requests for the engine, from the prompts' tokens; raises RefusedError for options
@@ -38,12 +45,13 @@ class Completion:
         """
         found = []
         for tokens in prompts:
+            shared = array("q", tokens)
             for number in range(self.n):
                 options, seed = dict(self.options), self.options.get("seed")
                 if seed is not None:
                     options["seed"] = (seed + number) % 2**63 if number else seed
                 try:
-                    found.append(Request(tokens, **options))
+                    found.append(Request(shared, **options))
                 except (TypeError, ValueError) as error:
                     raise RefusedError(400, str(error)) from error
         return found
