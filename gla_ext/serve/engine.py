@@ -346,13 +346,19 @@ class Engine:
             row, request = sequence.row, sequence.request
             scores, draws = sequence.take_scores(), request.max_new_tokens > 0
             if scores is None or (draws and not drawn.is_finite(row)):
-                deltas.append((sequence, self._fail(sequence)))
+                self.metrics.met_nonfinite_logits()
+                deltas.append((sequence, self._fail(sequence, "the model's logits are not finite")))
                 continue
             delta = Delta(finish_reason="length")
             if draws:
                 wanted = request.logprobs
                 logprob = None if wanted is None else drawn.logprob(row, wanted)
-                delta = sequence.add(drawn.tokens[row], logprob, self._ends)
+                try:
+                    delta = sequence.add(drawn.tokens[row], logprob, self._ends)
+                except Exception as error:  # a tokenizer may know fewer tokens than the model
+                    said = f"the tokenizer failed with {type(error).__name__}: {error}"
+                    deltas.append((sequence, self._fail(sequence, said)))
+                    continue
                 self.metrics.drew(sequence)
             delta.prompt_logprobs = scores
             if delta.finish_reason is not None:
@@ -360,12 +366,10 @@ class Engine:
             deltas.append((sequence, delta))
         return deltas
 
-    def _fail(self, sequence: Sequence) -> Delta:
-        """Ends a sequence whose logits include NaN or inf, or are all -inf."""
-        message = "the model's logits are not finite"
+    def _fail(self, sequence: Sequence, message: str) -> Delta:
+        """Ends a sequence alone, with an error."""
         prompt = len(sequence.request.tokens)
         logger.error("%s after a prompt of %d tokens and %d new", message, prompt, sequence.new)
-        self.metrics.met_nonfinite_logits()
         return self._finish(sequence, Delta(error=message), "error")
 
     def _finish(self, sequence: Sequence, delta: Delta, reason: str) -> Delta:

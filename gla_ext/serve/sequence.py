@@ -94,8 +94,11 @@ class Sequence:
         return self._uniforms.pop()
 
     def rest(self) -> str:
-        """Text that was held back because it may be the start of a stop string."""
-        return self._stops.flush()
+        """The text that was held back: it may be the start of a stop string, or have come with a
+        part of a character.
+        """
+        text, stopped = self._stops.push("" if self._text is None else self._text.rest())
+        return text if stopped else text + self._stops.flush()
 
     def take_scores(self) -> Scores | tuple[()] | None:
         """The log-probabilities of the prompt's tokens, once; None if logits are not finite."""
@@ -120,7 +123,7 @@ class Sequence:
             delta.logprobs.append(dataclasses.replace(logprob, offset=self._characters))
         is_end = token in ends or token in self.request.end_tokens
         if is_end and not self.request.ignore_eos:
-            delta.text, delta.finish_reason = self._stops.flush(), "stop"
+            delta.text, delta.finish_reason = self.rest(), "stop"
             return delta
         delta.tokens.append(token)
         if self._text is not None:
@@ -131,6 +134,6 @@ class Sequence:
                 delta.finish_reason = "stop"
                 return delta
         if self.new == self.request.max_new_tokens:
-            delta.text += self._stops.flush()
+            delta.text += self.rest()
             delta.finish_reason = "length"
         return delta

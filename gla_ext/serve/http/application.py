@@ -318,15 +318,14 @@ class Application:
         self._count(error.status)
         Entry.of(request.scope).note = ascii(str(error))
         headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-        return JSONResponse(error.body(), error.status, headers)
+        return error.response(headers)
 
     async def _refuse_route(self, request: HTTPRequest, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"[:200]
         if error.status_code == 404:
             paths = (route.path.replace("{name:path}", "NAME") for route in request.app.routes)
             message = f"expected a path among {', '.join(paths)}, got {short(request.url.path)}"
-        refused = RefusedError(error.status_code, message)
-        return JSONResponse(refused.body(), error.status_code, error.headers)
+        return RefusedError(error.status_code, message).response(error.headers)
 
 
 @contextlib.contextmanager

@@ -183,10 +183,11 @@ def _read_prompts(given: Any) -> list[str | list[int]]:
 
 
 def check_text(text: str, name: str) -> None:
-    # JSON strings may hold surrogates that are not text.
-    if any("\ud800" <= x <= "\udfff" for x in text):
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
         message = f"expected {name} to be Unicode text, got lone surrogates"
-        raise RefusedError(400, message, None, name)
+        raise RefusedError(400, message, None, name) from error
 
 
 def _is_tokens(value: Any) -> bool:

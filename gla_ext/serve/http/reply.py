@@ -129,7 +129,7 @@ class Reply(Response):
             events = [_json(fields, [choice], whole=False) for choice in choices]
             if failed is not None:
                 entry.note = str(failed)
-                events.append([dumps(failed.body())])
+                events.append([failed.body()])
             elif not self._going and counts:
                 events.append([dumps(fields | {"choices": [], "usage": self._usage()})])
             if failed is not None or not self._going:
