@@ -306,6 +306,8 @@ class Application:
                 "checkpoints": len(prefixes),
                 "checkpoint_bytes": prefixes.nbytes,
                 "open_replies": len(self._inboxes),
+                "open_bodies": self._bodies,
+                "reply_tokens": self._kept,
             }
         )
         lines = ["# TYPE gla_ext_completion_responses_total counter"]
