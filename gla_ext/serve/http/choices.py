@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,22 +12,14 @@ from gla_ext.serve.request import Delta, TokenLogprob
 from gla_ext.serve.text import Detokenizer, Tokenizer
 
 LEAST = -9999.0  # OpenAI's value for a log-probability of -inf, which JSON lacks
-_LISTS = {
-    "tokens": lambda names, x, offset: names[x.token],
-    "token_logprobs": lambda names, x, offset: max(x.logprob, LEAST),
+LONG = 4096  # tokens of a prompt whose log-probabilities are not all objects at once
+_LISTS = {  # each entry as JSON
+    "tokens": lambda names, x, offset: names.quoted(x.token),
+    "token_logprobs": lambda names, x, offset: repr(max(x.logprob, LEAST)),
     "top_logprobs": lambda names, x, offset: names.best(x),
-    "text_offset": lambda names, x, offset: offset,
+    "text_offset": lambda names, x, offset: str(offset),
 }
 dumps = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
-
-
-def _array(values: Iterable[str]) -> Iterator[str]:
-    """Pieces of a JSON array of values that are JSON."""
-    before = "["
-    for value in values:
-        yield before + value
-        before = ","
-    yield "[]" if before == "[" else "]"
 
 
 class Names:
@@ -37,6 +28,7 @@ class Names:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self._known: dict[int, str] = {}
+        self._quoted: dict[int, str] = {}
 
     def __getitem__(self, token: int) -> str:
         if token not in self._known:
@@ -45,12 +37,18 @@ class Names:
             self._known[token] = f"token_id:{token}" if "\ufffd" in text else text
         return self._known[token]
 
-    def best(self, x: TokenLogprob) -> dict[str, float]:
-        """OpenAI's top_logprobs: the token and the most probable ones."""
+    def quoted(self, token: int) -> str:
+        """The name as JSON."""
+        if token not in self._quoted:
+            self._quoted[token] = dumps(self[token])
+        return self._quoted[token]
+
+    def best(self, x: TokenLogprob) -> str:
+        """OpenAI's top_logprobs, as JSON: the token and the most probable ones."""
         best = {}  # keeps the first of equal names: the token itself, else the most probable
         for token, value in ((x.token, x.logprob), *x.best.items()):
-            best.setdefault(self[token], max(value, LEAST))
-        return best
+            best.setdefault(self.quoted(token), max(value, LEAST))
+        return "{" + ",".join(f"{name}:{value}" for name, value in best.items()) + "}"
 
 
 class Echo:
@@ -139,20 +137,27 @@ class TextChoice(Choice):
         if self._echo is not None and self._prompt is None:
             text, _ = self._echo.shown
             self._texts.append(text)
-            self._start, self._prompt = len(text), delta.prompt_logprobs
+            given = delta.prompt_logprobs
+            self._start, self._prompt = len(text), given if len(given) > LONG else [*given]
         super().add(delta)
         for x in delta.logprobs:
             for name, view in _LISTS.items():
-                self._new[name].append(dumps(view(self._names, x, self._start + x.offset)))
+                self._new[name].append(view(self._names, x, self._start + x.offset))
 
     def _said(self, text: str, whole: bool) -> dict[str, Any]:
         return {"text": text}
 
     def _shown(self) -> Iterator[str]:
+        before = "{"
         for name, new in self._new.items():
-            yield f'{"{" if name == "tokens" else ","}"{name}":'
-            yield from _array(itertools.chain(self._of_prompt(name), new))
+            yield f'{before}"{name}":['
+            between = ""
+            for entry in self._of_prompt(name):
+                yield between + entry
+                between = ","
+            yield between * bool(new) + ",".join(new) + "]"
             new.clear()
+            before = ","
         yield "}"
         self._echo = None
 
@@ -160,11 +165,12 @@ class TextChoice(Choice):
         """What a list begins with, made as it is taken: a prompt may be long."""
         if self._echo is None:
             return
-        yield dumps({"tokens": self._names[self._echo.tokens[0]], "text_offset": 0}.get(name))
+        first = self._names.quoted(self._echo.tokens[0])
+        yield {"tokens": first, "text_offset": "0"}.get(name, "null")
         # There is no rest if a refresh ended the sequence while its prompt was read.
         offsets = self._echo.shown[1][1:]
         for x, offset in zip(self._prompt, offsets, strict=len(self._prompt) > 0):
-            yield dumps(_LISTS[name](self._names, x, offset))
+            yield _LISTS[name](self._names, x, offset)
 
 
 class ChatChoice(Choice):
@@ -194,9 +200,7 @@ class ChatChoice(Choice):
         return {"message": message | {"refusal": None}} if whole else {"delta": message}
 
     def _shown(self) -> Iterator[str]:
-        yield '{"content":'
-        yield from _array(self._new)
-        yield ',"refusal":null}'
+        yield f'{{"content":[{",".join(self._new)}],"refusal":null}}'
         self._new.clear()
 
 

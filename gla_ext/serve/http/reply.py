@@ -106,8 +106,8 @@ class Reply(Response):
             _, failed = await self._next()
             if failed is not None:
                 raise failed
-        fields = self._head | {"object": self._form.whole, "usage": self._usage()}
-        blocks = _blocks(_json(fields, self._choices.values(), whole=True))
+        opening = self._opening(object=self._form.whole, usage=self._usage())
+        blocks = _blocks(_json(opening, self._choices.values(), whole=True))
         ready = [await self._call(next, blocks, b"") for _ in range(2)]
         headers = [(b"content-type", b"application/json")]
         if not ready[1]:
@@ -122,21 +122,26 @@ class Reply(Response):
         self._began(200)
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         counts = self._asked.include_usage
-        fields = self._head | {"object": self._form.piece} | ({"usage": None} if counts else {})
+        kind = self._form.piece
+        opening = self._opening(object=kind, **({"usage": None} if counts else {}))
         failed = None
         while self._going and failed is None:
             choices, failed = await self._next()
-            events = [_json(fields, [choice], whole=False) for choice in choices]
+            events = [_json(opening, [choice], whole=False) for choice in choices]
             if failed is not None:
                 entry.note = str(failed)
                 events.append([failed.body()])
             elif not self._going and counts:
-                events.append([dumps(fields | {"choices": [], "usage": self._usage()})])
+                events.append([self._opening(object=kind, usage=self._usage()), "]}"])
             if failed is not None or not self._going:
                 events.append(["[DONE]"])
             pieces = (piece for event in events for piece in ("data: ", *event, "\n\n"))
             await self._send(send, _blocks(pieces))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _opening(self, **fields: Any) -> str:
+        """The JSON of a reply or an event up to its choices."""
+        return f'{dumps(self._head | fields)[:-1]},"choices":['
 
     async def _send(self, send: Send, blocks: Iterator[bytes]) -> None:
         """Makes and sends blocks; raises TimeoutError if the client does not take one in time."""
@@ -161,13 +166,12 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-def _json(fields: dict[str, Any], choices: Iterable[Choice], whole: bool) -> Iterator[str]:
+def _json(opening: str, choices: Iterable[Choice], whole: bool) -> Iterator[str]:
     """Pieces of the JSON of a reply or an event."""
-    before = f'{dumps(fields)[:-1]},"choices":['
     for choice in choices:
-        yield before
+        yield opening
         yield from choice.take(whole)
-        before = ","
+        opening = ","
     yield "]}"
 
 
