@@ -1,7 +1,7 @@
 """A GLA model beside a Transformer++ and FLA's GLA, on the same batches in the same order.
 
     python -m experiments.pretraining corpus --text runs/text/text-small.tar.xz --data runs/corpus
-    python -m experiments.pretraining train --model gla --data runs/corpus --tokens 45000000
+    python -m experiments.pretraining train --model gla --data runs/corpus --rows 16
     python -m experiments.pretraining report
 
 The trainer is that of `gla_ext.train`, eager, with fp32 weights and bf16 products by autocast on a
@@ -256,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="corpus|train|report")
     run = commands.add_parser("train", help="trains one of the models", **shown)
     run.add_argument("--model", choices=list(MODELS), required=True, help="which")
-    run.add_argument("--tokens", type=int, default=45_000_000, help="to train on")
+    run.add_argument("--tokens", type=int, default=36_000_000, help="to train on")
     run.add_argument("--rows", type=int, default=16, help="windows that pass at once")
     run.add_argument("--lr", type=float, default=1e-3, help="highest rate; it falls to a tenth")
     run.add_argument("--preset", choices=list(RECIPES), default="gla-340m", help="sizes")

@@ -94,7 +94,8 @@ def plan(
         across_ranks: whether the call has a cp_context on several ranks; T is then the number of
             this rank's tokens. Default: False.
         gpu: a CUDA device, or a pair of compute capability and number of multiprocessors such as
-            `("9.0", 132)`. Default: the current device, or an H100 if there is none.
+            `("9.0", 132)`. Default: the current device, or an H100 if there is none. Only a pair's
+            plan has the fused path in a build for other GPUs, which lacks it.
 
     Returns:
         A `Plan`.
@@ -110,7 +111,11 @@ def plan(
         ...
     """
     capability, processors = _capability(gpu)
-    forced = os.environ.get("GLA_EXT_CUDA_PATH") == "steps"
+    missing = None
+    if os.environ.get("GLA_EXT_CUDA_PATH") == "steps":
+        missing = "no GLA_EXT_CUDA_PATH=steps"
+    elif capability == "9.0" and not isinstance(gpu, tuple) and _lacks_fused_kernels():
+        missing = "a build for 9.0a"
     found = _C.plan(
         B,
         T,
@@ -127,7 +132,7 @@ def plan(
         gate_gradient=gate_gradient,
         for_backward=chunk.keeps_for_backward(),
         in_halves=across_ranks,
-        capability="8.0" if forced else capability,
+        capability="8.0" if missing else capability,
         processors=processors,
         device="cuda",
     )
@@ -136,7 +141,7 @@ def plan(
     return Plan(
         path=found["path"],
         standing="fused" if found["path"] == "fused" else f"steps, {was_run}",
-        fused_expects="no GLA_EXT_CUDA_PATH=steps" if forced else found["fused_expects"],
+        fused_expects=missing or found["fused_expects"],
         forward=_kernels(forward, across_ranks),
         backward=_kernels(backward, across_ranks),
         forward_segments=forward["segments"],
@@ -157,6 +162,12 @@ def _kernels(found: dict, across_ranks: bool) -> tuple[str, ...]:
     first = found["summary_kernels"]
     summary, rest = (kernels[:first], kernels[first:]) if first else (kernels, kernels)
     return (*summary, "all-gather", "fold_ranks", *rest)
+
+
+def _lacks_fused_kernels() -> bool:
+    """Whether this build is one for GPUs, but not for Hopper."""
+    archs = _C.build_info()["cuda_archs"]
+    return bool(archs) and not any(arch.removesuffix("+PTX") == "9.0a" for arch in archs)
 
 
 def _capability(gpu: torch.device | str | int | tuple[str, int] | None) -> tuple[str, int]:

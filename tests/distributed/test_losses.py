@@ -11,12 +11,15 @@ from launching import torchrun
 from gla_ext.train.presets import PRESETS
 
 SMALL = {"steps": 40, "batch_size": 4, "seq_len": 32, "hidden_size": 32, "layers": 2, "heads": 2}
-LARGE = vars(PRESETS["cuda"].settings) | {"steps": 200, "lr": 3e-4}
+CHANGES = {"steps": 200, "lr": 3e-4, "batch_size": 16, "dtype": "float32"}
+LARGE = vars(PRESETS["cuda"].settings) | CHANGES
 
 
 @pytest.mark.slow
 def test_losses_are_one_process_s(tmp_path, device):
-    """Of 200 updates of 50 M parameters in bf16 on GPUs."""
+    """On GPUs of 200 updates of 50 M parameters. They are in fp32, since in bf16 rounding alone
+    moves a loss by .06.
+    """
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     settings, losses = json.dumps(LARGE if device == "cuda" else SMALL), {}

@@ -1,5 +1,7 @@
 """Which kernels a call launches, in order: a row a kind of shape."""
 
+import sys
+
 import pytest
 import torch
 from plans import BATCH, SHAPE
@@ -239,6 +241,20 @@ def test_a_plan_says_whether_it_was_ever_run(change, standing, line):
     plan = gla_ext.plan(**SHAPE | {"gpu": ("9.0", 132)} | change)
     assert plan.standing == standing
     assert str(plan).splitlines()[0].endswith(line)
+
+
+@pytest.mark.parametrize(
+    "archs, expected", [(["8.0+PTX"], "steps"), (["8.0", "9.0a+PTX"], "fused"), ([], "fused")]
+)
+def test_a_build_without_the_fused_kernels(monkeypatch, archs, expected):
+    """On a Hopper GPU; a pair is any build's."""
+    monkeypatch.setattr(sys.modules["gla_ext.ops.plan"], "_capability", lambda gpu: ("9.0", 132))
+    built = _C.build_info() | {"cuda_archs": archs}
+    monkeypatch.setattr(_C, "build_info", lambda: built)
+    plan = gla_ext.plan(**SHAPE)
+    assert plan.path == expected
+    assert plan.fused_expects == ("a build for 9.0a" if expected == "steps" else None)
+    assert gla_ext.plan(**SHAPE, gpu=("9.0", 132)).path == "fused"
 
 
 @pytest.mark.parametrize("change", [{"aligned": False}, {"K": 60}, {"V": 100}, {"K": 264}], ids=str)

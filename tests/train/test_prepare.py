@@ -10,17 +10,18 @@ import signal
 import tracemalloc
 from array import array
 
-import datasets
-import pyarrow
 import pytest
 from corpora import documents, prepare, texts_of
-from pyarrow import parquet
 
 from gla_ext.train.prepare import filling, readers, writer
 from gla_ext.train.prepare.readers import Reader
 from gla_ext.train.prepare.sources import Place
 from gla_ext.train.tokens.folder import MANIFEST, PROGRESS, open_folder
 from gla_ext.train.tokens.tokenizer import Tokenizer
+
+datasets = pytest.importorskip("datasets")
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
 
 TEXTS = documents(60)
 BYTES = ("--tokenizer", "bytes", "--held-out", 0.1, "--workers", 1)
