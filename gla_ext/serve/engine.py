@@ -356,7 +356,7 @@ class Engine:
                 try:
                     delta = sequence.add(drawn.tokens[row], logprob, self._ends)
                 except Exception as error:  # a tokenizer may know fewer tokens than the model
-                    said = f"the tokenizer failed with {type(error).__name__}: {error}"
+                    said = f"the tokenizer failed with {error!r}"
                     deltas.append((sequence, self._fail(sequence, said)))
                     continue
                 self.metrics.drew(sequence)

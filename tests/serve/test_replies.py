@@ -133,7 +133,7 @@ def test_a_tokenizer_that_fails_ends_the_sequence_alone(caplog):
     requests = (Request(tokens, 50, temperature=0), Request(good, 3, temperature=0))
     (found, _, reason), (new, _, other) = run(engine, *requests)
     assert (found, reason) == (drawn[:place], "error") and (new, other) == (expected, "length")
-    said = "the tokenizer failed with IndexError: piece id is out of range"
+    said = "the tokenizer failed with IndexError('piece id is out of range')"
     assert caplog.messages == [f"{said} after a prompt of 2 tokens and {place + 1} new"]
     assert engine.metrics.count("nonfinite_logits_total") == 0 and is_empty(engine)
     pytest.importorskip("starlette")
@@ -144,6 +144,30 @@ def test_a_tokenizer_that_fails_ends_the_sequence_alone(caplog):
             assert (reply.status_code, reply.json()["error"]["message"]) == (500, said)
         body = {"prompt": "other", "temperature": 0, "max_tokens": 3}
         assert client.post("/v1/completions", json=body).status_code == 200
+
+
+def test_a_prompt_that_a_tokenizer_cannot_echo():
+    """The reply is an error, also where its stream has begun."""
+    pytest.importorskip("starlette")
+    engine = Engine(make_model(vocab_size=256, eos_token_id=None), Fewer(66), Limits(rows=1))
+    body = {"prompt": [66] + [65] * 30, "max_tokens": 2, "logit_bias": {"65": 100}}
+    said = "the tokenizer failed with IndexError('piece id is out of range')"
+    with client_of(engine) as client:
+        assert client.post("/v1/completions", json=body).status_code == 200
+        body["echo"] = True
+        reply = client.post("/v1/completions", json=body)
+        assert (reply.status_code, reply.json()["error"]["message"]) == (500, said)
+        lines = client.post("/v1/completions", json=body | {"stream": True}).text.split("\n\n")
+        assert json.loads(lines[-3][6:])["error"]["message"] == said
+        assert lines[-2:] == ["data: [DONE]", ""]
+        assert counted(client)["open_replies"] == 0
+
+
+def test_an_unknown_token_has_a_name():
+    """It may be among the most probable ones, and not be drawn."""
+    choices = pytest.importorskip("gla_ext.serve.http.choices")
+    names = choices.Names(Fewer(66))
+    assert [names[token] for token in (65, 66, 67)] == ["A", "token_id:66", "C"]
 
 
 def test_a_prompt_that_spoils_the_logits(device):

@@ -32,7 +32,10 @@ class Names:
 
     def __getitem__(self, token: int) -> str:
         if token not in self._known:
-            text = "\ufffd" if self.tokenizer is None else self.tokenizer.decode([token])
+            try:
+                text = "\ufffd" if self.tokenizer is None else self.tokenizer.decode([token])
+            except Exception:  # it may know fewer tokens than the model
+                text = "\ufffd"
             # Tokens that are parts of characters are distinguished by their ids.
             self._known[token] = f"token_id:{token}" if "\ufffd" in text else text
         return self._known[token]

@@ -97,7 +97,10 @@ class Reply(Response):
             if delta.finish_reason in ("error", "cancelled"):
                 return [*found], RefusedError(500, delta.error or "the engine has failed")
             choice = self._choices[sequence]
-            await self._call(choice.add, delta)
+            try:
+                await self._call(choice.add, delta)
+            except Exception as error:  # a tokenizer may know fewer tokens than a prompt has
+                return [*found], RefusedError(500, f"the tokenizer failed with {error!r}")
             found[choice] = None
         return [*found], None
 
