@@ -193,7 +193,7 @@ class Request:
         return seed % 2**64
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """The log-probability of a token, and those of the most probable tokens, by token.
 
@@ -207,7 +207,7 @@ class TokenLogprob:
     offset: int = 0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Delta:
     """The tokens and text that a step added to a sequence.
 

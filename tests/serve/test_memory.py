@@ -66,9 +66,8 @@ BODY = {"prompt": [5] * 10, "max_tokens": 4, "ignore_eos": True}
 @pytest.mark.parametrize(
     ("options", "choices", "kept"),
     [
-        ({}, 1, 4),
+        ({"logprobs": 0}, 1, 4),
         ({"logprobs": 2}, 1, 4 * 3),
-        ({"echo": True}, 1, 10 + 4),
         ({"echo": True, "logprobs": 0, "n": 3}, 3, 3 * (10 + 4)),
         ({"echo": True, "logprobs": 5, "prompt": [[5] * 10, [6] * 7]}, 2, 6 * (17 + 8)),
     ],
@@ -83,13 +82,13 @@ def test_a_bound_on_all_replies(options, choices, kept, monkeypatch):
 
         monkeypatch.setattr(application, "MOST_KEPT", kept - 1)
         refused = post(body)
-        message = f"at most {kept - 1} tokens and log-probabilities, got up to {kept}"
+        message = f"at most {kept - 1} log-probabilities, got up to {kept}"
         assert refused.status_code == 400 and message in refused.json()["error"]["message"]
         monkeypatch.setattr(application, "MOST_KEPT", 2 * kept + 3)
         replies = [pool.submit(post, body | {"stream": stream}) for stream in (False, True)]
         wait_for(engine, 2 * choices)
         refused = post(body)
-        message = f"at most 3 more tokens and log-probabilities beside other replies, got {kept}"
+        message = f"at most 3 more log-probabilities beside other replies, got {kept}"
         assert refused.status_code == 429 and message in refused.json()["error"]["message"]
         assert refused.headers["Retry-After"] == "1"
         gate.set()
@@ -98,6 +97,14 @@ def test_a_bound_on_all_replies(options, choices, kept, monkeypatch):
         assert post(body).status_code == 200
         bad = body | {"prompt": [V]}  # refused by the engine
         assert [post(x).status_code for x in (bad, body)] == [400, 200]
+
+
+def test_replies_without_them_do_not_count(monkeypatch):
+    monkeypatch.setattr(application, "MOST_KEPT", 0)
+    with client_of(make_engine()) as client:
+        for echo in (False, True):
+            reply = client.post("/v1/completions", json=BODY | {"echo": echo, "n": 3})
+            assert reply.status_code == 200
 
 
 def test_choices_share_their_prompt():

@@ -37,7 +37,7 @@ from gla_ext.serve.worker import Worker
 
 PAGE = Path(__file__).with_name("page.html")
 MOST_REFUSED = 1 << 26  # bytes; a client that is still sending does not see an error reply
-MOST_KEPT = 1 << 23  # of all replies under way, see `Completion.most_kept`
+MOST_KEPT = 1 << 24  # log-probabilities of all replies under way
 Form = type[TextChoice] | type[ChatChoice]
 LONG_TEXT = 4096  # characters of a text that is encoded in a thread
 
@@ -82,7 +82,7 @@ class Application:
         self._inboxes: dict[Sequence, asyncio.Queue] = {}
         self._encoding = asyncio.Lock()
         self._bodies = 0  # requests that are read and not submitted
-        self._kept = 0  # of all replies under way, see `Completion.most_kept`
+        self._kept = 0  # log-probabilities that all replies under way may have
         self._statuses: Counter[int] = Counter()
         self._started = int(time.time())
 
@@ -176,7 +176,7 @@ class Application:
 
     def _reply(self, asked: Completion, prompts: list[list[int]], form: Form) -> Reply:
         requests = asked.requests(prompts)
-        kept = asked.most_kept(requests, self.engine.limits)
+        kept = protocol.most_logprobs(requests, self.engine.limits)
         self._check_kept(kept)
         with _refusing():
             sequences = self._worker.submit(*requests)
@@ -201,13 +201,12 @@ class Application:
 
     def _check_kept(self, kept: int) -> None:
         """Bounds the memory of replies: each is kept until its client has taken it."""
-        counted = "tokens and log-probabilities"
         if kept > MOST_KEPT:
-            message = f"expected a reply of at most {MOST_KEPT} {counted}, got up to {kept}"
+            message = f"expected a reply of at most {MOST_KEPT} log-probabilities, got up to {kept}"
             raise RefusedError(400, message)
         if (room := MOST_KEPT - self._kept) < kept:
-            message = f"expected at most {room} more {counted} beside other replies, got {kept}"
-            raise RefusedError(429, message, "rate_limit_exceeded")
+            message = f"expected at most {room} more log-probabilities beside other replies, got "
+            raise RefusedError(429, f"{message}{kept}", "rate_limit_exceeded")
 
     def _release(self, kept: int) -> None:
         self._kept -= kept
@@ -307,7 +306,7 @@ class Application:
                 "checkpoint_bytes": prefixes.nbytes,
                 "open_replies": len(self._inboxes),
                 "open_bodies": self._bodies,
-                "reply_tokens": self._kept,
+                "reply_logprobs": self._kept,
             }
         )
         lines = ["# TYPE gla_ext_completion_responses_total counter"]

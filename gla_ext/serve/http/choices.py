@@ -42,16 +42,20 @@ class Names:
 
     def quoted(self, token: int) -> str:
         """The name as JSON."""
-        if token not in self._quoted:
-            self._quoted[token] = dumps(self[token])
-        return self._quoted[token]
+        known = self._quoted.get(token)
+        if known is None:
+            known = self._quoted[token] = dumps(self[token])
+        return known
 
     def best(self, x: TokenLogprob) -> str:
         """OpenAI's top_logprobs, as JSON: the token and the most probable ones."""
-        best = {}  # keeps the first of equal names: the token itself, else the most probable
-        for token, value in ((x.token, x.logprob), *x.best.items()):
-            best.setdefault(self.quoted(token), max(value, LEAST))
-        return "{" + ",".join(f"{name}:{value}" for name, value in best.items()) + "}"
+        best = {self.quoted(x.token): x.logprob}
+        for token, value in x.best.items():
+            name = self.quoted(token)
+            if name not in best:  # of equal names the most probable one is kept
+                best[name] = value
+        entries = [f"{name}:{x if x > LEAST else LEAST}" for name, x in best.items()]
+        return "{" + ",".join(entries) + "}"
 
 
 class Echo:
@@ -168,12 +172,15 @@ class TextChoice(Choice):
         """What a list begins with, made as it is taken: a prompt may be long."""
         if self._echo is None:
             return
-        first = self._names.quoted(self._echo.tokens[0])
-        yield {"tokens": first, "text_offset": "0"}.get(name, "null")
-        # There is no rest if a refresh ended the sequence while its prompt was read.
-        offsets = self._echo.shown[1][1:]
-        for x, offset in zip(self._prompt, offsets, strict=len(self._prompt) > 0):
-            yield _LISTS[name](self._names, x, offset)
+        # Of the first alone, if a refresh ended the sequence while its prompt was read.
+        count = 1 + len(self._prompt)
+        if name == "tokens":
+            yield from map(self._names.quoted, self._echo.tokens[:count])
+        elif name == "text_offset":
+            yield from map(str, self._echo.shown[1][:count])
+        else:
+            yield "null"
+            yield from (_LISTS[name](self._names, x, 0) for x in self._prompt)
 
 
 class ChatChoice(Choice):

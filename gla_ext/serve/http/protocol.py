@@ -28,17 +28,6 @@ class Completion:
     options: dict[str, Any]
     echo: bool = False
 
-    def most_kept(self, requests: Sequence[Request], limits: Limits) -> int:
-        """The most tokens that the reply may have within the limits, each with its most probable
-        ones.
-        """
-        found = 0
-        for x in requests:
-            found += min(x.max_new_tokens, limits.new_tokens) * (1 + (x.logprobs or 0))
-            echoed = min(len(x.tokens), limits.prompt_tokens) * self.echo
-            found += echoed * (1 + (x.prompt_logprobs or 0))
-        return found
-
     def requests(self, prompts: Sequence[Sequence[int]]) -> list[Request]:
         """The requests for the engine, from the prompts' tokens; raises RefusedError for options
         out of range.
@@ -55,6 +44,17 @@ class Completion:
                 except (TypeError, ValueError) as error:
                     raise RefusedError(400, str(error)) from error
         return found
+
+
+def most_logprobs(requests: Sequence[Request], limits: Limits) -> int:
+    """The most log-probabilities that the reply may have within the limits."""
+    found = 0
+    for x in requests:
+        if x.logprobs is not None:
+            found += min(x.max_new_tokens, limits.new_tokens) * (1 + x.logprobs)
+        if x.prompt_logprobs is not None:
+            found += min(len(x.tokens), limits.prompt_tokens) * (1 + x.prompt_logprobs)
+    return found
 
 
 def read(body: bytes, model: str) -> Completion:
