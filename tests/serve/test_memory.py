@@ -157,6 +157,23 @@ def test_a_body_that_is_being_read_has_room():
     asyncio.run(all_of_it())
 
 
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_a_long_body_is_read_in_a_thread(route, monkeypatch):
+    threads, loads = [], json.loads
+
+    def read(text):
+        threads.append(threading.current_thread().name)
+        return loads(text)
+
+    monkeypatch.setattr(fields.json, "loads", read)
+    with client_of(make_engine()) as client:
+        for size in (10, 10_000):
+            content = b'{"prompt": 5, "messages": 5, "user": "%s"}' % (b"a" * size)
+            assert client.post(f"/v1/{route}", content=content).status_code == 400
+    short, long = threads
+    assert long.startswith("asyncio_") and not short.startswith("asyncio_")
+
+
 def test_no_request_is_made_without_room(monkeypatch):
     engine = make_engine(rows=1, waiting=1)
     monkeypatch.setattr(protocol, "Request", pytest.fail)

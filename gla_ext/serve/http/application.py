@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -39,7 +40,7 @@ PAGE = Path(__file__).with_name("page.html")
 MOST_REFUSED = 1 << 26  # bytes; a client that is still sending does not see an error reply
 MOST_KEPT = 1 << 24  # log-probabilities of all replies under way
 Form = type[TextChoice] | type[ChatChoice]
-LONG_TEXT = 4096  # characters of a text that is encoded in a thread
+LONG_TEXT = 4096  # characters of a text that is read in a thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Application:
     async def completions(self, request: HTTPRequest) -> Response:
         """POST /v1/completions."""
         async with self._reading(request) as body:
-            asked = protocol.read(body, self.options.name)
+            asked = await _called(len(body), protocol.read, body, self.options.name)
             self._check_room(len(asked.prompts) * asked.n)
             prompts = [await self._tokens(prompt) for prompt in asked.prompts]
             return self._reply(asked, prompts, TextChoice)
@@ -142,7 +143,8 @@ class Application:
     async def chat(self, request: HTTPRequest) -> Response:
         """POST /v1/chat/completions."""
         async with self._reading(request) as body:
-            asked, messages = protocol.read_chat(body, self.options.name)
+            name = self.options.name
+            asked, messages = await _called(len(body), protocol.read_chat, body, name)
             self._check_room(asked.n)
             tokenizer = self.engine.tokenizer
             try:
@@ -245,9 +247,7 @@ class Application:
         if tokenizer is None:
             raise RefusedError(400, "expected a prompt of tokens: no tokenizer is there")
         async with self._encoding:  # tokenizers are not documented to be thread-safe
-            if len(prompt) < LONG_TEXT:
-                return tokenizer.encode(prompt)
-            return await asyncio.to_thread(tokenizer.encode, prompt)
+            return await _called(len(prompt), tokenizer.encode, prompt)
 
     async def refresh(self, request: HTTPRequest) -> Response:
         """POST /v1/refresh."""
@@ -327,6 +327,11 @@ class Application:
             paths = (route.path.replace("{name:path}", "NAME") for route in request.app.routes)
             message = f"expected a path among {', '.join(paths)}, got {short(request.url.path)}"
         return RefusedError(error.status_code, message).response(error.headers)
+
+
+async def _called(size: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function that reads a text of this size; other replies do not wait for a long one."""
+    return await asyncio.to_thread(function, *args) if size >= LONG_TEXT else function(*args)
 
 
 @contextlib.contextmanager
