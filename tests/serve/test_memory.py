@@ -115,7 +115,7 @@ def test_choices_share_their_prompt():
 
 
 def test_no_body_is_kept_without_room(monkeypatch):
-    """Nor is it parsed; and each that is being read has room for a sequence."""
+    """Nor is it parsed."""
     engine = make_engine(rows=1, waiting=1)
     path, chat = "/v1/completions", "/v1/chat/completions"
     with client_of(engine) as client, halted(engine, monkeypatch) as (gate, pool):
@@ -132,27 +132,39 @@ def test_no_body_is_kept_without_room(monkeypatch):
         assert first.result().status_code == 200
 
 
-def test_a_body_that_is_being_read_has_room():
-    """For one sequence, until it is submitted or its client leaves."""
-    app = application.Application(make_engine(rows=1, waiting=1), application.Options())
+def test_a_bound_on_all_bodies():
+    """Of the bytes that have come: slow clients keep nobody out."""
+    app = application.Application(make_engine(rows=1, waiting=0), application.Options(body_bytes=8))
 
-    async def read(receive) -> bytes:
+    async def read(*blocks) -> bytes:
+        blocks = [*blocks]
+
+        async def receive():
+            if blocks[0] is None:
+                await asyncio.Event().wait()
+            return {"type": "http.request", "body": blocks.pop(0), "more_body": bool(blocks)}
+
         request = requests.Request({"type": "http", "method": "POST", "headers": []}, receive)
-        async with app._reading(request) as body:
-            return body
-
-    async def comes():
-        return {"type": "http.request", "body": b"{}", "more_body": False}
+        async with app._body(request) as body:
+            return bytes(body)
 
     async def all_of_it():
-        slow = [asyncio.ensure_future(read(asyncio.Event().wait)) for _ in range(2)]
-        await asyncio.sleep(0)
-        with pytest.raises(fields.RefusedError, match=r"at most 2 more sequences.* got 3"):
-            await read(comes)
-        slow[0].cancel()
-        await asyncio.wait(slow[:1])
-        assert await read(comes) == b"{}"
-        slow[1].cancel()
+        most = application.MOST_BODIES
+        slow = [asyncio.ensure_future(read(b"1234567", None)) for _ in range(most)]
+        await asyncio.sleep(0.01)
+        assert app._bodies == 7 * most
+        assert await read(*[b"1"] * 8) == b"1" * 8
+        slow += [asyncio.ensure_future(read(b"12345678", None)) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        with pytest.raises(
+            fields.RefusedError, match=f"at most {8 * most} bytes of bodies"
+        ) as error:
+            await read(b"1")
+        assert error.value.status == 429 and app._bodies == 8 * most
+        for task in slow:
+            task.cancel()
+        await asyncio.wait(slow)
+        assert app._bodies == 0 and await read(b"1") == b"1"
 
     asyncio.run(all_of_it())
 

@@ -38,6 +38,7 @@ from gla_ext.serve.worker import Worker
 
 PAGE = Path(__file__).with_name("page.html")
 MOST_REFUSED = 1 << 26  # bytes; a client that is still sending does not see an error reply
+MOST_BODIES = 16  # of the largest size, that are being read
 MOST_KEPT = 1 << 24  # log-probabilities of all replies under way
 Form = type[TextChoice] | type[ChatChoice]
 LONG_TEXT = 4096  # characters of a text that is read in a thread
@@ -82,7 +83,7 @@ class Application:
         self._worker = Worker(engine, self._deliver)
         self._inboxes: dict[Sequence, asyncio.Queue] = {}
         self._encoding = asyncio.Lock()
-        self._bodies = 0  # requests that are read and not submitted
+        self._bodies = 0  # bytes of requests that are not submitted yet
         self._kept = 0  # log-probabilities that all replies under way may have
         self._statuses: Counter[int] = Counter()
         self._started = int(time.time())
@@ -134,7 +135,7 @@ class Application:
 
     async def completions(self, request: HTTPRequest) -> Response:
         """POST /v1/completions."""
-        async with self._reading(request) as body:
+        async with self._body(request) as body:
             asked = await _called(len(body), protocol.read, body, self.options.name)
             self._check_room(len(asked.prompts) * asked.n)
             prompts = [await self._tokens(prompt) for prompt in asked.prompts]
@@ -142,7 +143,7 @@ class Application:
 
     async def chat(self, request: HTTPRequest) -> Response:
         """POST /v1/chat/completions."""
-        async with self._reading(request) as body:
+        async with self._body(request) as body:
             name = self.options.name
             asked, messages = await _called(len(body), protocol.read_chat, body, name)
             self._check_room(asked.n)
@@ -158,19 +159,32 @@ class Application:
             return self._reply(dataclasses.replace(asked, options=options), [tokens], ChatChoice)
 
     @contextlib.asynccontextmanager
-    async def _reading(self, request: HTTPRequest) -> AsyncIterator[bytes]:
-        """The body of a request, which is not kept if there is no room for one more sequence."""
+    async def _body(self, request: HTTPRequest, sequences: int = 1) -> AsyncIterator[bytearray]:
+        """The body of a request for at least so many sequences. It is not kept if there is no room
+        for them, or beside other bodies.
+        """
+        body, refused = bytearray(), None
+        most = self.options.body_bytes
         try:
-            self._check_room(self._bodies + 1)
-        except RefusedError:
-            with contextlib.suppress(RefusedError):
-                await self._read_body(request, 0)
-            raise
-        self._bodies += 1
+            if sequences > 0:
+                self._check_room(sequences)
+        except RefusedError as error:
+            refused = error
         try:
-            yield await self._read_body(request, self.options.body_bytes)
+            size = await self._receive(request, body, most if refused is None else 0)
+            if refused is not None:
+                raise refused
+            if size > most:
+                message = f"expected a body of at most {most} bytes, got {size} or more"
+                raise RefusedError(413, message)
+            if size > len(body):
+                message = (
+                    f"expected at most {MOST_BODIES * most} bytes of bodies that are being read"
+                )
+                raise RefusedError(429, f"{message}, got more", "rate_limit_exceeded")
+            yield body
         finally:
-            self._bodies -= 1
+            self._bodies -= len(body)
 
     def _check_room(self, count: int) -> None:
         with _refusing():
@@ -221,14 +235,16 @@ class Application:
         self._inboxes.pop(sequence, None)
         self.engine.cancel(sequence)
 
-    async def _read_body(self, request: HTTPRequest, most: int) -> bytes:
-        body, size = bytearray(), 0
+    async def _receive(self, request: HTTPRequest, body: bytearray, most: int) -> int:
+        """Receives a body, of which `body` gets what may be kept; returns its size."""
+        size, most_of_all = 0, MOST_BODIES * self.options.body_bytes
         try:
             async with asyncio.timeout(self.options.read_seconds):
                 async for block in request.stream():
                     size += len(block)
-                    if size <= most:
+                    if size <= most and self._bodies + len(block) <= most_of_all:
                         body += block
+                        self._bodies += len(block)
                     elif size > MOST_REFUSED:
                         break
         except TimeoutError as error:
@@ -236,9 +252,7 @@ class Application:
             raise RefusedError(408, f"expected a body within {seconds:g} s") from error
         except ClientDisconnect as error:
             raise RefusedError(400, "the client left before its body had come") from error
-        if size > most:
-            raise RefusedError(413, f"expected a body of at most {most} bytes, got {size} or more")
-        return bytes(body)
+        return size
 
     async def _tokens(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
@@ -251,8 +265,8 @@ class Application:
 
     async def refresh(self, request: HTTPRequest) -> Response:
         """POST /v1/refresh."""
-        body = await self._read_body(request, self.options.body_bytes)
-        keep_running = protocol.read_refresh(body)
+        async with self._body(request, 0) as body:
+            keep_running = protocol.read_refresh(body)
         self._check_engine()
         try:
             await asyncio.to_thread(self.engine.refresh, keep_running)
@@ -305,7 +319,7 @@ class Application:
                 "checkpoints": len(prefixes),
                 "checkpoint_bytes": prefixes.nbytes,
                 "open_replies": len(self._inboxes),
-                "open_bodies": self._bodies,
+                "body_bytes": self._bodies,
                 "reply_logprobs": self._kept,
             }
         )
