@@ -317,6 +317,7 @@ template <class State, class Tile, bool kValueGates>
 void launch_short_step(const Recurrence& p, cudaStream_t stream) {
   constexpr auto kernel = short_step_kernel<State, Tile, kValueGates>;
   constexpr size_t kBytes = sizeof(typename Tile::Shared);
+  static_assert(kBytes <= kSharedOfEveryGpu);
   static const DynamicShared shared(kernel, kBytes);
   shared.allow();
   const int64_t blocks = count_runs(p) * blocks_of(p.V, Tile::kValues);
