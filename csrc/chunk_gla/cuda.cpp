@@ -19,6 +19,7 @@ ForwardOutputs chunk_gla_fwd_cuda(const ForwardArguments& a) {
   const int64_t for_backward_bytes = check_for_backward_bytes("chunk_gla", a.for_backward_bytes);
   if (for_backward_bytes > 0) call.align_inputs();
   call.inputs(a);
+  p.past_alone = a.batch_invariant;
   p.h0 = call.input_state(a.initial_state);
   at::Tensor o = call.output(p.o, p.V, call.dtype);
   at::Tensor final_state = call.output_state_if(a.output_final_state, p.ht);

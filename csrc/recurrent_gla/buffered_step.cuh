@@ -173,6 +173,7 @@ template <class State, class Tile, Access kAccess, bool kOne>
 void launch_buffered_outputs(const Recurrence& p, Buffers b, bool overlaps, cudaStream_t stream) {
   constexpr auto kernel = buffered_outputs_kernel<State, Tile, kAccess, kOne>;
   constexpr size_t kBytes = sizeof(BufferedShared<State, Tile>);
+  static_assert(kBytes <= (Tile::kK > kMostBufferedKeys ? kManyKeysBytes : kSharedOfEveryGpu));
   static const DynamicShared shared(kernel, kBytes);
   shared.allow();
   while (Tile::kValues << b.tile_bits < p.V) ++b.tile_bits;

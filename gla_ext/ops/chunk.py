@@ -41,8 +41,8 @@ _mode = _Mode()
 def batch_invariant(enabled: bool = True) -> Iterator[None]:
     """While active, a sequence gets the same bits alone, in a batch, or packed with others.
 
-    On a CPU the outputs of `chunk_gla` and `chunk_gla_` then depend on earlier tokens alone, bit
-    for bit: see `gla_ext.ops.chunk_gla_step`.
+    The outputs of `chunk_gla` and `chunk_gla_` then depend on earlier tokens alone, bit for bit:
+    see `gla_ext.ops.chunk_gla_step`.
 
     The plan of such a call depends only on K, V and the dtypes. Backward uses the mode of its
     forward, and so does the recomputation of the language models' activation checkpointing. If you
@@ -200,9 +200,9 @@ def chunk_gla_step(
     """Decodes with the bits of one `chunk_gla` call over the whole sequence in `batch_invariant()`.
 
     It keeps the state after the last multiple of 64 tokens, and k, v and the gates of the tokens
-    since then, and computes them as a chunk again, on a CPU with equal bits: see
+    since then, and computes them as a chunk again, with equal bits: see
     [Numerics](../numerics.md#a-tokens-past). A token so costs up to a chunk of 64, not one update
-    of the state. On CUDA results differ by rounding.
+    of the state.
 
     Args:
         q: of the newest tokens, `[B, M, H, K]`.

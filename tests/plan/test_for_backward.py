@@ -18,7 +18,6 @@ KEPT = {
     "many keys": {"K": 256},
     "many keys, fp32 gates": {"K": 200, "gate_dtype": "float32"},
     "packed": {"B": 1, "T": 8192, "N": 8},
-    "batch invariant": {"K": 256, "batch_invariant": True},
 }
 
 
@@ -118,6 +117,7 @@ def test_what_is_kept_grows_with_tokens(K, each):
         {"B": 17},  # forward gates on its way, gradients need sums of which every bit is another's
         {"V": 192},
         {"B": 1, "K": 64},
+        {"K": 256, "batch_invariant": True},  # whose forward has other references
         {"B": 1, "capability": "8.0"},
         {"B": 1, "dtype": "float32"},
         {"B": 1, "value_gated": True},

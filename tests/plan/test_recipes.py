@@ -10,7 +10,7 @@ import gla_ext
 from gla_ext import _C
 
 MAP = ["map_sequences", "map_chunks"]
-SCORES = ["scores_off_diagonal", "strong_scores_off_diagonal", "strong_scores_diagonal"]
+SCORES = ["strong_scores_off_diagonal", "strong_scores_diagonal", "scores_off_diagonal"]
 VALUES = [f"{name} of values" for name in SCORES]
 INTRA = ["intra_grads", "strong_intra_grads"]
 LONG = {"B": 1, "T": 32768}

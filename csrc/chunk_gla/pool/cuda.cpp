@@ -98,6 +98,7 @@ at::Tensor chunk_gla_on_pool_cuda(const PoolArguments& a) {
   Call call("chunk_gla_", shape, a.q, a.cu_seqlens, a.scale, given(a.gv));
   Problem& p = call.problem;
   call.inputs(a);
+  p.past_alone = a.batch_invariant;
   std::vector<at::Tensor> held;
   p.pool = rows_of(a, held);
   at::Tensor o = o_of(call, a);

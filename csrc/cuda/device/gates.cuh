@@ -5,6 +5,9 @@
 // k^ = k 2^(r - b) neither overflow nor underflow, and the chunk is ordinary linear attention. Any
 // other chunk has strong gates and is called a strong chunk: its scores are anchored at sub-chunks
 // (steps/strong/).
+//
+// Past alone (forward of batch-invariant calls): r = 0, |b| may be up to kPastTierRange, and of a
+// strong chunk only the rows from the first out of range on are strong.
 #pragma once
 
 #include "tile.cuh"
@@ -12,8 +15,9 @@
 namespace gla_ext::cuda {
 
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kReset = -150.f;     // log2 units; 2^x of a clamped gate is exactly 0
-constexpr float kTierRange = 112.f;  // range of b in a tier-1 chunk, its start included
+constexpr float kReset = -150.f;        // log2 units; 2^x of a clamped gate is exactly 0
+constexpr float kTierRange = 112.f;     // range of b in a tier-1 chunk, its start included
+constexpr float kPastTierRange = 80.f;  // 2^-b reaches twice as high with r = 0
 
 // 2^x, or 0 if that is below the smallest normal number.
 __device__ __forceinline__ float exp2_ftz(float x) {
@@ -37,11 +41,32 @@ __device__ __forceinline__ bool out_of_tier1(float b, float b_last) {
   return !(fabsf(b - 0.5f * b_last) <= kTierRange / 2) || !(fabsf(b_last) <= kTierRange);
 }
 
+// The same past alone.
+__device__ __forceinline__ bool out_of_past_tier1(float b) { return !(fabsf(b) <= kPastTierRange); }
+
 __device__ __forceinline__ bool in_tier1(const Problem& p, const Chunk& chunk) {
   const uint8_t* flags = p.tiers + chunk.entry * kMaxTierBlocks;
   bool out = false;
   for (int i = 0; i * kTierBlock < p.K; ++i) out |= flags[i] != 0;
   return !out;
+}
+
+// The first row of a chunk whose scores the strong kernels make: kChunk in tier 1, and 0 in a
+// strong chunk, unless the call is one of past alone.
+__device__ __forceinline__ int first_strong_row(const Problem& p, const Chunk& chunk) {
+  const uint8_t* flags = p.tiers + chunk.entry * kMaxTierBlocks;
+  int rows = 0;
+  for (int i = 0; i * kTierBlock < p.K; ++i) rows = max(rows, static_cast<int>(flags[i]));
+  return static_cast<int>(kChunk) - rows;
+}
+
+// The largest of the numbers, 0 to kChunk, that the threads of a block have. All must call it.
+__device__ __forceinline__ int largest_of_block(int x) {
+  int largest = 0;
+#pragma unroll 1
+  for (int step = kChunk; step > 0; step /= 2)
+    if (__syncthreads_or(x >= largest + step)) largest += step;
+  return largest;
 }
 
 // Strong chunks are few, or nearly all of them. As many blocks as fill a GPU look at every
@@ -218,7 +243,8 @@ __device__ __forceinline__ void load_tier1_operands(Op* s_q, Op* s_k, const Prob
     float q_hat[8], k_hat[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float e = row < chunk.length ? r_b.x[pass][i] - reference_of(b_last[i]) : 0.f;
+      const float r = p.past_alone ? 0.f : reference_of(b_last[i]);
+      const float e = row < chunk.length ? r_b.x[pass][i] - r : 0.f;
       q_hat[i] = r_q.x[pass][i] * exp2_ftz(e);
       k_hat[i] = r_k.x[pass][i] * exp2_ftz(-e);
     }

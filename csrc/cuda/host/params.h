@@ -165,6 +165,7 @@ struct Problem {
   DType dtype = DType::kFloat;  // of q, k, v, do, o, dq, dk, dv
   bool tf32 = false;            // fp32 inputs: products in tf32, as torch's switch allows
   bool state_v_first = false;   // of h0, ht, dht, dh0 and the pool: [V, K] instead of [K, V]
+  bool past_alone = false;      // forward: a token's bits depend on its past alone
 
   Rows q, k, v, d_o;  // [B, T, H, K | V]; k, v and g may have HK heads
   Rows g;             // natural-log gates [B, T, H, K], or absent and then b alone is read
@@ -219,9 +220,10 @@ struct Problem {
   bool has_A = false;  // strong gradients: prepared chunks have A
   bool sums_decays = false;  // summaries of dS: makes segment_decays too
 
-  // [B, entries, H, kMaxTierBlocks]: 1 if some channel of a block of kTierBlock is out of tier 1's
-  // range. The chunk is in tier 1 if all are 0. Sweeps of the fused path set the first byte for all
-  // their blocks.
+  // [B, entries, H, kMaxTierBlocks]: how many of the chunk's last rows are strong if some channel
+  // of a block of kTierBlock is out of tier 1's range: all kChunk, or with past_alone those from
+  // the first on that is out of range. The chunk is in tier 1 if all are 0. Sweeps of the fused
+  // path set the first byte for all their blocks.
   uint8_t* tiers = nullptr;
 
   ShortSequences short_sequences;

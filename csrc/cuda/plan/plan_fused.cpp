@@ -85,9 +85,10 @@ int64_t segment_state_bytes(const PlanInputs& in, int64_t segment_heads) {
 
 // Prepared chunks are stored if both passes read them from memory, or if forward has them on chip
 // and a backward that sweeps gradients reads them. With many short packed sequences, or few values,
-// they could be several times as large as the inputs; then nothing is stored.
+// they could be several times as large as the inputs; then nothing is stored. Nor is it in
+// batch-invariant calls, whose forward has other references.
 Workspace plan_for_backward(const PlanInputs& in, const ChunkGrid& grid, const Choices& c) {
-  if (!in.for_backward) return {};
+  if (!in.for_backward || in.batch_invariant) return {};
   const bool in_memory = c.forward_prepared && c.backward_prepared && !c.cluster_states;
   const bool on_chip = !c.forward_prepared && c.backward_prepared && sweeps_gradients(c) &&
                        (c.backward_segments.segments == 0 || c.packed_summaries);

@@ -12,10 +12,11 @@ void add_gates(Recipe& kernels, const PlanInputs& in) {
   kernels.add(Kernel::kGateValues);
 }
 
+// The strong kernels come first: past alone, the last writes over their rows.
 void add_scores(Recipe& kernels, Side side = Side::kKeys) {
-  kernels.add(Kernel::kScoresOffDiagonal, side);
   kernels.add(Kernel::kStrongScoresOffDiagonal, side);
   kernels.add(Kernel::kStrongScoresDiagonal, side);
+  kernels.add(Kernel::kScoresOffDiagonal, side);
 }
 
 void add_intra_grads(Recipe& kernels, Side side = Side::kKeys) {

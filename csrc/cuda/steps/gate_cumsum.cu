@@ -3,7 +3,7 @@
 // grid    (row, chunk, head, block of 64 channels); a thread has one token, 8 channels at a time
 // reads   g [B, T, H, K]
 // writes  b [B, T, H, K] fp32; if requested, b_suffix [B, T, H, K] fp32, the sum of x after a
-//         token; tiers [B, entries, H, blocks], whether b of a block leaves tier 1's range
+//         token; tiers [B, entries, H, blocks], where b of a block leaves tier 1's range
 // Sums are fp32, in the order of CUB's block scan.
 #include <cub/block/block_scan.cuh>
 
@@ -112,14 +112,16 @@ __global__ void __launch_bounds__(kScanThreads) gate_cumsum(Problem p) {
     Channels b, b_last;
     Scan(storage).InclusiveScan(load_channels(&s_x[token][column]), b, Sum{}, b_last);
 #pragma unroll
-    for (int i = 0; i < kChannels; ++i) out |= out_of_tier1(b.x[i], b_last.x[i]);
+    for (int i = 0; i < kChannels; ++i)
+      out |= p.past_alone ? out_of_past_tier1(b.x[i]) : out_of_tier1(b.x[i], b_last.x[i]);
     store_channels(&s_x[token][column], b);
     __syncthreads();  // before the storage is used again
   }
   store_block<kAccess>(s_x, p.b, chunk, first, p.K);
   if (p.tiers != nullptr) {
-    const bool any_out = __syncthreads_or(out);
-    if (token == 0) p.tiers[chunk.entry * kMaxTierBlocks + block] = any_out;
+    const int from_here = p.past_alone ? static_cast<int>(kChunk) - token : kChunk;
+    const int rows = __syncthreads_or(out) ? largest_of_block(out ? from_here : 0) : 0;
+    if (token == 0) p.tiers[chunk.entry * kMaxTierBlocks + block] = static_cast<uint8_t>(rows);
   }
   if (p.b_suffix.data == nullptr) return;
 
@@ -158,7 +160,7 @@ __global__ void __launch_bounds__(kThreads) chunk_tiers(Problem p) {
     for (int i = 0; i < 8; ++i) out |= row < chunk.length && out_of_tier1(x[i], last[i]);
   });
   const bool any_out = __syncthreads_or(out);
-  if (threadIdx.x == 0) p.tiers[chunk.entry * kMaxTierBlocks + block] = any_out;
+  if (threadIdx.x == 0) p.tiers[chunk.entry * kMaxTierBlocks + block] = any_out ? kChunk : 0;
 }
 
 }  // namespace steps

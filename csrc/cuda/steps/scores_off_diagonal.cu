@@ -6,7 +6,8 @@
 // writes  A [B, T, H, C], zero elsewhere. With whole scores, also the diagonal blocks of tier-1
 //         chunks, which the same product gives.
 // Accumulation is fp32, 64 key channels at a time. There are two kernels, one for tier-1 chunks and
-// one for strong chunks; each skips the other's chunks.
+// one for strong chunks; each skips the other's chunks. Past alone, the first then writes the rows
+// of a strong chunk that are before its first strong one over those of the strong kernels.
 #include "cuda/device/launch.cuh"
 #include "scores.cuh"
 #include "strong/scores.cuh"
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Operand<In>) == 2 ? 3 : 2)
   const Chunk chunk = find_chunk(p, blockIdx.x);
   if (chunk.length == 0) return;
   if (chunk.tail) return write_zeros<kThreads>(p.A, chunk, 0, kChunk);
-  if (!in_tier1(p, chunk)) return;
+  if (first_strong_row(p, chunk) == 0) return;
   const WarpTile<kTile> warp;
   float acc[2][2][4];  // [token, token]
   clear(acc);
@@ -35,7 +36,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(Operand<In>) == 2 ? 3 : 2)
     product<Stored::kAsIs, Stored::kTransposed, kPitchX, kPitchX>(
         acc, s_q + warp.m * kPitchX, s_k + warp.n * kPitchX, kTile, takes_tf32<In>(p));
   }
-  store_scores<kAccess, Op>(p.A, chunk, acc, p.scale, [&](int row, int column) {
+  Chunk weak = chunk;
+  weak.length = min(chunk.length, first_strong_row(p, chunk));  // read anew, for registers
+  store_scores<kAccess, Op>(p.A, weak, acc, p.scale, [&](int row, int column) {
     return p.whole_scores ? column <= row : column / kSubChunk < row / kSubChunk;
   });
 }

@@ -33,7 +33,7 @@ constexpr int kKeys = kGroupKeys;
 // strong.
 struct alignas(16) Factors {
   float enter[kKeys], middle[kKeys], leave[kKeys];
-  int strong;
+  int strong[kStrong<1>];
 };
 
 // A chunk as it is multiplied.
@@ -65,12 +65,12 @@ struct alignas(1024) Shared {
   Items<kItems> items;
 };
 
-// kForBackward: also stores prepared chunks.
-template <bool kForBackward, int kItems>
+// kForBackward: also stores prepared chunks. kPastAlone: see tiles/gating.cuh.
+template <bool kForBackward, bool kPastAlone, int kItems>
 __device__ __forceinline__ void produce(Shared<kItems>& s, const Problem& p, int group, int rank) {
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, other = 1 - rank;
   const auto barrier = [group] { group_barrier<kProducerBarrier>(group); };
-  const Gating<kKeys, decltype(barrier)> gate{s.triangle, thread, barrier};
+  const Gating<kKeys, decltype(barrier), bf16, kPastAlone> gate{s.triangle, thread, barrier};
   Tiles& own = s.own[group].tiles;
   Factors& factors = s.own_factors[group];
   for (OwnChunk own_chunk(s.items, group, rank); own_chunk.is_there(); own_chunk.next()) {
@@ -90,10 +90,11 @@ __device__ __forceinline__ void produce(Shared<kItems>& s, const Problem& p, int
     commit_copies();
     wait_for_copies<0>();
     if (own_chunk.number == 0) arrive(&s.first_rows);
-    const GatedChunk gated{own.q,           own.k,           &own.A,
-                           factors.enter,   factors.middle,  factors.leave,
-                           &factors.strong, s.b_last[group], s.references[group]};
-    gate(gated, p.scale);
+    const GatedChunk gated{own.q,          own.k,           &own.A,
+                           factors.enter,  factors.middle,  factors.leave,
+                           factors.strong, s.b_last[group], s.references[group]};
+    const int strong_rows = gate(gated, p.scale);
+    if (kPastAlone && thread == 0) write_tier(p, segment, chunk, strong_rows);
     fence_for_products();  // also for bulk copies
     arrive(&s.handover.own_full[group]);
     barrier();  // A is written
@@ -116,7 +117,7 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
                                         int rank) {
   if (segment.tail) return write_tail(p, segment, first_v);
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-  const bool writes_tiers = first_v == 0 && thread == 0;
+  const bool writes_tiers = first_v == 0 && thread == 0 && !p.past_alone;  // else producers do
   // Copies rows of v to the place of those rows of o that this thread itself has stored to memory.
   const auto copy = [&](int chunk) {
     if (chunk < segment.chunks)
@@ -139,7 +140,7 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
         is_own ? s.own_factors[turn.producer] : s.received_factors[turn.producer];
     Tile& v = s.v[chunk % kClusterBlocks][group];
     s.handover.wait_for_chunk(turn, rank);
-    const bool strong = __any_sync(0xffffffffu, factors.strong);
+    const bool strong = __any_sync(0xffffffffu, factors.strong[0]);
     passage.enter(group, factors.enter, factors.leave);  // after its barrier v has arrived
 
     float o[32];  // [64 values][64 tokens]
@@ -169,12 +170,12 @@ __device__ __forceinline__ void consume(Shared<kItems>& s, const Problem& p, con
       store_output(v, o, group, p, segment, chunk, first_v);
     }
     copy(chunk + kClusterBlocks);
-    if (writes_tiers) write_tier(p, segment, chunk, strong);
+    if (writes_tiers) write_tier(p, segment, chunk, strong ? kTile : 0);
   }
   state.store(p, segment, first_v);
 }
 
-template <int kItems, bool kForBackward>
+template <int kItems, bool kForBackward, bool kPastAlone>
 __global__ void __launch_bounds__(kBlockThreads, 1) kernel(Problem p, int64_t items) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) kernel(Problem p, int64_t it
   const int group = warpgroup();
   if (group < kGroups) {
     give_registers<96>();
-    produce<kForBackward>(s, p, group, cluster.rank);
+    produce<kForBackward, kPastAlone>(s, p, group, cluster.rank);
   } else {
     take_registers<160>();
     const int consumer = group - kGroups;
@@ -207,19 +208,23 @@ __global__ void __launch_bounds__(kBlockThreads, 1) kernel(Problem p, int64_t it
 #endif
 }
 
-template <bool kForBackward>
+template <bool kForBackward, bool kPastAlone>
 void launch(const Problem& p, cudaStream_t stream) {
-  launch_clusters<Shared, kernel<1, kForBackward>, kernel<kMostItems, kForBackward>>(p, stream);
+  launch_clusters<Shared, kernel<1, kForBackward, kPastAlone>,
+                  kernel<kMostItems, kForBackward, kPastAlone>>(p, stream);
 }
 
 }  // namespace forward::cluster
 
 void launch_forward_cluster(const Problem& p, cudaStream_t stream) {
-  forward::cluster::launch<false>(p, stream);
+  if (p.past_alone)
+    forward::cluster::launch<false, true>(p, stream);
+  else
+    forward::cluster::launch<false, false>(p, stream);
 }
 
 void launch_forward_cluster_for_backward(const Problem& p, cudaStream_t stream) {
-  forward::cluster::launch<true>(p, stream);
+  forward::cluster::launch<true, false>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

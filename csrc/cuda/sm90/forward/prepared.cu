@@ -161,7 +161,7 @@ __device__ __forceinline__ void make_scores(MakingBlock& s, const Problem& p, in
     float A[kTile / 2];
     begin_scores<kGroupKeys, kTile>(A, group.q, group.k, 0);
     wait_for_products<0>();
-    place_scores<kTile>(s.scores(chunk), A, false, 0, thread);
+    place_scores<kTile>(s.scores(chunk), A, kTile, 0, thread);
   }
 }
 

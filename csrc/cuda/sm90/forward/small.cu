@@ -88,12 +88,13 @@ class Asked {
   const bf16 *g_, *q_, *k_, *v_;  // this thread's first elements of the next chunk
 };
 
+template <bool kPastAlone>
 __device__ __forceinline__ void produce(Shared& block, const Problem& p, int group) {
   SmallUnit& s = block.unit;
   constexpr int kColumns = kTile / kProducers;
   const auto barrier = [group] { group_barrier<kProducerBarrier>(group); };
   const auto whole = [] { sync_threads<kProducersBarrier>(kProducers * kGroupThreads); };
-  const Gating<kTile, decltype(barrier), bf16, kColumns, decltype(whole)> gate{
+  const Gating<kTile, decltype(barrier), bf16, kPastAlone, kColumns, decltype(whole)> gate{
       block.triangle, static_cast<int>(threadIdx.x) % kGroupThreads, barrier, whole,
       group * kColumns};
   Asked asked(block);
@@ -105,7 +106,7 @@ __device__ __forceinline__ void produce(Shared& block, const Problem& p, int gro
     auto& tiles = s.stages[stage];
     wait_for_copies<kStages - 2>();
     gate({tiles.q, tiles.k, tiles.g, s.enter[stage], s.middle[stage], s.leave[stage],
-          &s.strong[stage], s.b_last[0], s.references[0]},
+          s.strong[stage], s.b_last[0], s.references[0]},
          p.scale);
     fence_for_products();
     arrive(&s.full[stage]);
@@ -113,6 +114,7 @@ __device__ __forceinline__ void produce(Shared& block, const Problem& p, int gro
   }
 }
 
+template <bool kPastAlone>
 __global__ void __launch_bounds__(kThreads, kBlocks) kernel(Problem p, int64_t items) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
@@ -135,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) kernel(Problem p, int64_t i
   const int group = warpgroup();
   if (group < kProducers) {
     give_registers<kProducerRegisters>();
-    produce(s, p, group);
+    produce<kPastAlone>(s, p, group);
   } else {
     take_registers<kConsumerRegisters>();
     for (int i = 0, before = 0; i < s.items; ++i) {
@@ -146,19 +148,23 @@ __global__ void __launch_bounds__(kThreads, kBlocks) kernel(Problem p, int64_t i
 #endif
 }
 
+template <bool kPastAlone>
 void launch(const Problem& p, cudaStream_t stream) {
-  static const DynamicShared shared(kernel, sizeof(Shared));
+  static const DynamicShared shared(kernel<kPastAlone>, sizeof(Shared));
   const int64_t items = segment_heads(p.grid, p.H);
   if (items == 0) return;
   shared.allow();
-  launch_dependent(kernel, blocks_of(items, p.items_each), kThreads, sizeof(Shared), stream, p,
-                   items);
+  launch_dependent(kernel<kPastAlone>, blocks_of(items, p.items_each), kThreads, sizeof(Shared),
+                   stream, p, items);
 }
 
 }  // namespace forward::small
 
 void launch_forward_small(const Problem& p, cudaStream_t stream) {
-  forward::small::launch(p, stream);
+  if (p.past_alone)
+    forward::small::launch<true>(p, stream);
+  else
+    forward::small::launch<false>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

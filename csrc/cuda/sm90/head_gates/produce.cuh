@@ -46,7 +46,7 @@ __device__ __forceinline__ void make_scores(BlockOfKernel& s, const Problem& p, 
         A, forward_in_time ? stage.q : stage.k, forward_in_time ? stage.k : stage.q, first);
     wait_for_products<0>();
     mask_scores<kColumns>(A, s.gates[i % s.kStages], p.scale, first, thread);
-    place_scores<kColumns>(s.A[i % s.kPlaces], A, false, first, thread);
+    place_scores<kColumns>(s.A[i % s.kPlaces], A, kTile, first, thread);
   }
 }
 

@@ -17,6 +17,10 @@
 //         something reads it (with_A); in backward dq_intra, dk_intra, dg_intra [B, T, H, K] fp32
 //         of strong chunks
 //
+// Past alone (device/gates.cuh; forward), r = 0 and A of a strong chunk's rows before the first
+// strong one is made here as in tier 1. It needs k 2^-b, so k^ of channels out of range lies in the
+// place of their gates meanwhile, as in tiles/gating.cuh.
+//
 // While 128 key channels are gated in place, the rows of the next 128 are copied; with fp32 gates
 // there is no room for that. b and the accumulation of A are fp32. dA of strong chunks is bf16, in
 // shared memory.
@@ -96,6 +100,7 @@ struct alignas(1024) Shared {
   // Kept here, not in registers, while a strong chunk is finished.
   Item item, next;
   uint32_t phases;
+  int first_strong_row;
 };
 
 // Starts the copies of an item's rows, if the item exists. `full` counts the copies; a wait for
@@ -142,17 +147,38 @@ __device__ __forceinline__ ChannelPairColumn<Gate> read_gates(const Gate* g,
   return gates;
 }
 
-// Replaces q and k by q^ and k^ and sets the factors. Returns whether a channel is out of range.
+// The word of a channel pair in the place of its gates.
+template <class Gate>
+__device__ __forceinline__ uint32_t& in_gates(Rows128<Gate>& s, const ChannelPair<kKeyTiles>& pair,
+                                              int i) {
+  return *reinterpret_cast<uint32_t*>(s.g + (pair.first + i) * kGroupKeys + pair.channel);
+}
+
+struct OutOfRange {
+  int rows = 0;           // the chunk's rows from the thread's first that is out of range on
+  bool channels = false;  // whether one of its channels is out of range
+};
+
+// Replaces q and k by q^ and k^ and sets the factors. Past alone, k^ of pairs with a channel out of
+// range takes the place of their gates, and k 2^-b that of k.
+//
 // Gating (tiles/gating.cuh) does the same with warpgroup roles; here a thread has a channel pair in
 // a sub-chunk, so that two blocks of 256 threads fit into 128 registers per thread, and fp32 gates
 // are summed without splitting. gradients/chunk/operands.cuh does it from registers.
-template <class Gate>
-__device__ __forceinline__ bool gate_rows(Rows128<Gate>& s, const ChannelPairColumn<Gate>& gates,
-                                          const float (&sums)[kSubChunks][kGroupKeys],
-                                          const ChannelPair<kKeyTiles>& pair, float scale) {
+template <bool kPastAlone, class Gate>
+__device__ __forceinline__ OutOfRange gate_rows(Rows128<Gate>& s,
+                                                const ChannelPairColumn<Gate>& gates,
+                                                const float (&sums)[kSubChunks][kGroupKeys],
+                                                const ChannelPair<kKeyTiles>& pair, float scale) {
   auto [b, last] = cumsum(sums, pair);
-  const bool strong_x = !(fabsf(last.x) <= kTierRange), strong_y = !(fabsf(last.y) <= kTierRange);
-  const References rx(last.x, strong_x), ry(last.y, strong_y);
+  constexpr float kRange = kPastAlone ? kPastTierRange : kTierRange;
+  const bool strong_x = !(fabsf(last.x) <= kRange), strong_y = !(fabsf(last.y) <= kRange);
+  const auto references_of = [](float last, bool strong) {
+    References r(last, strong);
+    if (kPastAlone && !strong) r.from = r.to = 0.f;
+    return r;
+  };
+  const References rx = references_of(last.x, strong_x), ry = references_of(last.y, strong_y);
   if (pair.sub_chunk == 0) {
     auto& factors = s.group.factors;
     pair_at(factors[kEnter], pair.channel) = make_float2(exp2_ftz(rx.from), exp2_ftz(ry.from));
@@ -162,22 +188,43 @@ __device__ __forceinline__ bool gate_rows(Rows128<Gate>& s, const ChannelPairCol
                                                          strong_y ? 1.f : exp2_ftz(last.y - ry.to));
     pair_at(factors[kSum], pair.channel) = last;
   }
-  bool out = false;
+  OutOfRange out{0, strong_x || strong_y};
+  if (out.channels) out.rows = 1;  // sums of the last row may round otherwise
 #pragma unroll
   for (int i = 0; i < kSubChunk; ++i) {
     b = b + to_log2(gates[i]);
-    out |= out_of_tier1(b.x, last.x) || out_of_tier1(b.y, last.y);
+    if constexpr (kPastAlone) {
+      if (out_of_past_tier1(b.x) || out_of_past_tier1(b.y))
+        out.rows = max(out.rows, kTile - pair.first - i);
+    } else if (out_of_tier1(b.x, last.x) || out_of_tier1(b.y, last.y)) {
+      out.rows = kTile;
+    }
     const int at = pair.offset(pair.first + i);
     uint32_t &q = in_tile<uint32_t>(*s.group.q, at), &k = in_tile<uint32_t>(*s.group.k, at);
     const float2 q_pair = unpack(q), k_pair = unpack(k);
     q = pack(q_pair.x * scale * exp2_ftz(b.x - rx.from),
              q_pair.y * scale * exp2_ftz(b.y - ry.from));
     k = pack(k_pair.x * exp2_ftz(rx.to - b.x), k_pair.y * exp2_ftz(ry.to - b.y));
+    if (kPastAlone && out.channels) {
+      in_gates(s, pair, i) = k;
+      k = pack(k_pair.x * exp2_ftz(-b.x), k_pair.y * exp2_ftz(-b.y));
+    }
   }
   return out;
 }
 
+// Replaces k 2^-b of channel pairs out of range by k^.
 template <class Gate>
+__device__ __forceinline__ void take_keys_of_state(Rows128<Gate>& s) {
+  const ChannelPair<kKeyTiles> pair;
+  const float2 last = pair_at(s.group.factors[kSum], pair.channel);
+  if (!out_of_past_tier1(last.x) && !out_of_past_tier1(last.y)) return;
+#pragma unroll
+  for (int i = 0; i < kSubChunk; ++i)
+    in_tile<uint32_t>(*s.group.k, pair.offset(pair.first + i)) = in_gates(s, pair, i);
+}
+
+template <class Gate, bool kPastAlone>
 __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
@@ -198,7 +245,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
   if (kAhead) copy_item(shared.stages[0].rows, &shared.full[0], p, item);
   float A[32 / kKeyTiles];
   clear(A);
-  bool strong = false;
+  int strong = 0;  // how many of the chunk's last rows are
 #pragma unroll 1
   for (int stage = 0; item.is_there(p); stage = kAhead ? 1 - stage : 0) {
     auto& rows = shared.stages[stage].rows;
@@ -212,11 +259,17 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
     Item next = item.next(p);
     if constexpr (kAhead)
       copy_item(shared.stages[1 - stage].rows, &shared.full[1 - stage], p, next);
-    strong |= gate_rows(rows, gates, shared.gates, pair, p.scale);
+    const OutOfRange out_of_range = gate_rows<kPastAlone>(rows, gates, shared.gates, pair, p.scale);
+    strong = max(strong, out_of_range.rows);
     fence_for_products();  // also for bulk stores
-    __syncthreads();       // q^, k^ and the factors are written, the gates are read
+    bool keys_later = false;
+    if constexpr (kPastAlone)
+      keys_later = __syncthreads_or(out_of_range.channels);
+    else
+      __syncthreads();  // q^, k^ and the factors are written, the gates are read
     unsigned char* out = prepared_at(p, item.index, item.first / kGroupKeys);
-    if (stores()) {
+    const auto store_group = [&] {
+      if (!stores()) return;
       if (has_second_tile(p, item.first)) {
         bulk_store(out, &rows.group, sizeof(KeyGroup));
       } else {  // one tile of q^ and one of k^
@@ -225,7 +278,8 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
                    kFactorBytes + kTileBytes);
       }
       commit_bulk_stores();
-    }
+    };
+    if (!keys_later) store_group();
     if (with_A) {
       const Place at;
       begin_products();
@@ -236,8 +290,15 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
       commit_products();
       wait_for_products<0>();
     }
+    if (keys_later) {
+      __syncthreads();  // k 2^-b is read
+      take_keys_of_state(rows);
+      fence_for_products();
+      __syncthreads();  // k^ is written
+      store_group();
+    }
     if (item.is_last_of_chunk(p)) {
-      strong = __syncthreads_or(strong);
+      if (__syncthreads_or(strong > 0)) strong = kPastAlone ? largest_of_block(strong) : kTile;
       out += sizeof(KeyGroup);
       if (stores()) {
         *reinterpret_cast<uint64_t*>(p.tiers + item.index * kMaxTierBlocks) = strong;
@@ -253,11 +314,13 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
           shared.item = item;
           shared.next = next;
           shared.phases = phases;
+          if (kPastAlone) shared.first_strong_row = kTile - strong;
         }
-        __syncthreads();  // the rows are read
+        if constexpr (kPastAlone) store_scores(*reinterpret_cast<Tile*>(out), A);
+        __syncthreads();  // the rows are read; A is written, whose strong rows are written again
         StrongChunk& strong_chunk = shared.stages[0].strong;
         const auto find = [&] { return shared.item.chunk(p); };
-        finish_scores(strong_chunk.scores, p, find());
+        finish_scores(strong_chunk.scores, p, find(), kPastAlone ? shared.first_strong_row : 0);
         if (p.dq_intra.data != nullptr) {
           __syncthreads();  // A is read
           strong_chunk.finish_gradients(p, find);
@@ -277,7 +340,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
         }
       }
       clear(A);
-      strong = false;
+      strong = 0;
     }
     if (!kAhead) {
       if (stores()) wait_for_bulk_stores();
@@ -289,15 +352,24 @@ __global__ void __launch_bounds__(kThreadsOfBlock, kBlocksEach) kernel(Problem p
 #endif
 }
 
-template <class Gate>
+template <class Gate, bool kPastAlone>
 void launch(const Problem& p, cudaStream_t stream) {
-  static const DynamicShared shared(kernel<Gate>, sizeof(Shared<Gate>));
+  constexpr auto kKernel = kernel<Gate, kPastAlone>;
+  static const DynamicShared shared(kKernel, sizeof(Shared<Gate>));
   // An odd number, so that a block's chunks come from different heads: one slow head then loads all
   // blocks equally.
   const int64_t blocks = std::min<int64_t>(chunk_heads(p), kBlocksEach * p.processors - 1);
   if (blocks == 0) return;
   shared.allow();
-  launch_dependent(kernel<Gate>, blocks, kThreadsOfBlock, sizeof(Shared<Gate>), stream, p);
+  launch_dependent(kKernel, blocks, kThreadsOfBlock, sizeof(Shared<Gate>), stream, p);
+}
+
+template <bool kPastAlone>
+void launch(const Problem& p, cudaStream_t stream) {
+  if (p.g.dtype == DType::kFloat)
+    launch<float, kPastAlone>(p, stream);
+  else
+    launch<bf16, kPastAlone>(p, stream);
 }
 
 }  // namespace prepare
@@ -307,10 +379,10 @@ void launch_prepare(const Problem& p, cudaStream_t stream) {
 }
 
 void launch_prepare_without_A(const Problem& p, cudaStream_t stream) {
-  if (p.g.dtype == DType::kFloat)
-    prepare::launch<float>(p, stream);
+  if (p.past_alone)
+    prepare::launch<true>(p, stream);
   else
-    prepare::launch<bf16>(p, stream);
+    prepare::launch<false>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

@@ -182,7 +182,7 @@ class Producer {
     unsigned char* out = prepared_at(p_, chunk_head_);
     const int strong = s_.strong[group_];
     *reinterpret_cast<int4*>(out + offsetof(PreparedChunk<1>, strong)) = make_int4(strong, 0, 0, 0);
-    *reinterpret_cast<uint64_t*>(p_.tiers + chunk_head_ * kMaxTierBlocks) = strong;
+    *reinterpret_cast<uint64_t*>(p_.tiers + chunk_head_ * kMaxTierBlocks) = strong != 0 ? kTile : 0;
   }
 
   Shared<kItems>& s_;

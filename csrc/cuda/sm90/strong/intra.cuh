@@ -8,24 +8,25 @@
 
 namespace gla_ext::cuda::sm90 {
 
-// Writes A of a chunk, made by `StrongScores`, to the prepared chunk.
+// Writes A of a chunk, made by `StrongScores`, to the prepared chunk, from row `first` on.
 __device__ __forceinline__ void write_prepared_A(const Problem& p, const Chunk& chunk,
-                                                 const bf16* scores) {
+                                                 const bf16* scores, int first = 0) {
   auto* A = reinterpret_cast<Tile*>(
       prepared_at(p, chunk.entry, static_cast<int>(blocks_of(p.K, kGroupKeys))));
   for_eights<kTile, kTile>([&](int, int row, int column) {
     // Rows after the last token are set to zero by a select: zeros in q would not undo a NaN.
     Eight<bf16> x{};
     if (row < chunk.length) x = load8_aligned(scores + row * StrongScores::kPitchX + column);
-    store8(&in_tile<bf16>(*A, swizzled(row, column / 8)), x);
+    if (row >= first) store8(&in_tile<bf16>(*A, swizzled(row, column / 8)), x);
   });
 }
 
-// Makes A of a chunk and writes it to the prepared chunk if there is one, else to p.A.
+// Makes A of a chunk and writes it to the prepared chunk if there is one, there from row `first`
+// on, else to p.A.
 __device__ __forceinline__ void finish_scores(StrongScores& scores, const Problem& p,
-                                              const Chunk& chunk) {
+                                              const Chunk& chunk, int first = 0) {
   scores.make(p, chunk);
-  if (p.prepared != nullptr) return write_prepared_A(p, chunk, scores.A);
+  if (p.prepared != nullptr) return write_prepared_A(p, chunk, scores.A, first);
   bf16* A = rows_at<bf16>(p.A, chunk);
   for_eights<kTile, kTile>([&](int, int row, int column) {
     if (row < chunk.length)

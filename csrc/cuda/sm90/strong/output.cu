@@ -1,4 +1,5 @@
-// Adds A v of strong chunks, which the sweeps that gate leave out: o += A v.
+// Adds A v of strong chunks, or of their strong rows, which the sweeps that gate leave out: o += A
+// v.
 //
 // grid    that of for_strong_chunks
 // reads   q, k, g [B, T, H, K], v, o [B, T, H, V], tiers
@@ -33,6 +34,7 @@ __global__ void __launch_bounds__(kThreads, 2) kernel(Problem p) {
     s.scores.make(p, chunk);
     if constexpr (kForBackward) write_prepared_A(p, chunk, s.scores.A);
     const WarpTile<kTile> warp;
+    const int first_row = first_strong_row(p, chunk);
     bf16* o = rows_at<bf16>(p.o, chunk);
     for (int first_v = 0; first_v < p.V; first_v += kTile) {
       TileRows<Access::kFast, bf16, kTile> v;
@@ -48,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, 2) kernel(Problem p) {
         for_pairs(acc, [&](int r, int c, float x0, float x1) {
           const int token = warp.m + r, column = first_v + warp.n + c;
           float2& x = before[pair++];
-          if (token < chunk.length)
+          if (token >= first_row && token < chunk.length)
             f(o + token_offset(p.o, token) + column, p.V - column, x, x0, x1);
         });
       };

@@ -19,11 +19,11 @@ __device__ __forceinline__ void begin_scores(float (&A)[kColumns / 2], const Til
   commit_products();
 }
 
-// Stores A to a tile [token][token], with zeros above the diagonal and, for a strong chunk,
-// everywhere. thread: index in the warpgroup.
+// Stores A to a tile [token][token], with zeros above the diagonal and in the rows from `end` on,
+// which are strong. thread: index in the warpgroup.
 template <int kColumns>
 __device__ __forceinline__ void place_scores(const Tile& tile, const float (&A)[kColumns / 2],
-                                             bool strong, int first, int thread) {
+                                             int end, int first, int thread) {
   const Fragments fragments;
   const int row = thread / 32 * 16 + thread % 32 / 4, column = first + thread % 4 * 2;
 #pragma unroll
@@ -32,8 +32,9 @@ __device__ __forceinline__ void place_scores(const Tile& tile, const float (&A)[
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       const int j = 2 * i + x / 2, e = x % 2, below = row + 8 * e - (8 * j + column);
-      words[x] = pack(!strong && below >= 0 ? A[4 * j + 2 * e] : 0.f,
-                      !strong && below >= 1 ? A[4 * j + 2 * e + 1] : 0.f);
+      const bool kept = end == kTile || row + 8 * e < end;
+      words[x] = pack(kept && below >= 0 ? A[4 * j + 2 * e] : 0.f,
+                      kept && below >= 1 ? A[4 * j + 2 * e + 1] : 0.f);
     }
     fragments.store(tile, first / 16 + i, words);
   }

@@ -27,7 +27,7 @@ __device__ __forceinline__ void consume(Unit<K, kConsumers, kItems, Gate>& s, co
     const int number = before + chunk, stage = number % s.kStages;
     auto& tiles = s.stages[stage];
     wait(&s.full[stage], static_cast<uint32_t>(number / s.kStages) & 1);
-    const bool strong = __any_sync(0xffffffffu, s.strong[stage]);
+    const bool strong = __any_sync(0xffffffffu, s.strong[stage][0]);
     passage.enter(group, s.enter[stage], s.leave[stage]);
     if (s.kAhead && chunk < segment.replayed) {
       state.pass(s.pass[group]);
@@ -49,8 +49,11 @@ __device__ __forceinline__ void consume(Unit<K, kConsumers, kItems, Gate>& s, co
     keep_state(p, segment, chunk, state, first_v, s.leave[stage]);
     if (chunk + 1 == segment.chunks) state.scale(s.leave[stage]);
     store_output(tiles.v[group], o, group, p, segment, chunk, first_v);
+    if (writes_tiers) {
+      const int rows = strong && p.past_alone ? strong_rows(s.strong[stage]) : kTile;
+      write_tier(p, segment, chunk, strong ? rows : 0);
+    }
     arrive(&s.empty[stage]);
-    if (writes_tiers) write_tier(p, segment, chunk, strong);
   }
   state.store(p, segment, first_v, thread());
 }

@@ -37,8 +37,9 @@ template <int K, class Gate>
 using Block = SweepBlock<Unit<K, kGroups, 1, Gate>, kBlockThreads>;
 
 // kForBackward: also stores the prepared chunks (q^, k^ and their factors; see
-// prepare/prepared.cuh) for backward. Used where K > 64 and V <= 128.
-template <int K, class Gate, bool kForBackward>
+// prepare/prepared.cuh) for backward. Used where K > 64 and V <= 128. kPastAlone: see
+// tiles/gating.cuh.
+template <int K, class Gate, bool kForBackward, bool kPastAlone>
 __global__ void __launch_bounds__(kBlockThreads, 1) kernel(Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_kernel();
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) kernel(Problem p) {
   const int group = warpgroup();
   if (group < kGroups) {
     give_registers<96>();
-    if (!segment.tail) produce<kForBackward>(s.unit, s.triangle, p, group, block_v);
+    if (!segment.tail) produce<kForBackward, kPastAlone>(s.unit, s.triangle, p, group, block_v);
   } else {
     take_registers<160>();
     consume(s.unit, p, segment, 0, group - kGroups, block_v);
@@ -59,11 +60,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1) kernel(Problem p) {
 #endif
 }
 
-template <int K, class Gate = bf16, bool kForBackward = false>
+template <int K, class Gate, bool kForBackward, bool kPastAlone>
 void launch(const Problem& p, cudaStream_t stream) {
   using Shared = Block<K, Gate>;
   static_assert(fits_multiprocessor(1, sizeof(Shared)));
-  constexpr auto kKernel = kernel<K, Gate, kForBackward>;
+  constexpr auto kKernel = kernel<K, Gate, kForBackward, kPastAlone>;
   static const DynamicShared shared(kKernel, sizeof(Shared));
   const int64_t blocks = segment_heads(p.grid, p.H) * blocks_of(p.V, Unit<K, kGroups>::kValues);
   if (blocks == 0) return;
@@ -71,19 +72,27 @@ void launch(const Problem& p, cudaStream_t stream) {
   launch_dependent(kKernel, blocks, kBlockThreads, sizeof(Shared), stream, p);
 }
 
+template <bool kPastAlone>
+void launch(const Problem& p, cudaStream_t stream) {
+  if (p.K > kTile)
+    launch<kGroupKeys, bf16, false, kPastAlone>(p, stream);
+  else if (p.g.dtype == DType::kFloat)
+    launch<kTile, float, false, kPastAlone>(p, stream);
+  else
+    launch<kTile, bf16, false, kPastAlone>(p, stream);
+}
+
 }  // namespace forward::fused
 
 void launch_forward_fused(const Problem& p, cudaStream_t stream) {
-  if (p.K > kTile)
-    forward::fused::launch<kGroupKeys>(p, stream);
-  else if (p.g.dtype == DType::kFloat)
-    forward::fused::launch<kTile, float>(p, stream);
+  if (p.past_alone)
+    forward::fused::launch<true>(p, stream);
   else
-    forward::fused::launch<kTile>(p, stream);
+    forward::fused::launch<false>(p, stream);
 }
 
 void launch_forward_fused_for_backward(const Problem& p, cudaStream_t stream) {
-  forward::fused::launch<kGroupKeys, bf16, true>(p, stream);
+  forward::fused::launch<kGroupKeys, bf16, true, false>(p, stream);
 }
 
 }  // namespace gla_ext::cuda::sm90

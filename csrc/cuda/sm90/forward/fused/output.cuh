@@ -78,10 +78,11 @@ class OutputRows {
   uint4 words_[OutputPart::kRows];
 };
 
-// Records for strong/output.cu whether a chunk is strong.
+// Records for strong/output.cu how many of a chunk's last rows are strong.
 __device__ __forceinline__ void write_tier(const Problem& p, const Segment& segment, int chunk,
-                                           bool strong) {
-  *reinterpret_cast<uint64_t*>(p.tiers + segment.chunk_head(p, chunk) * kMaxTierBlocks) = strong;
+                                           int strong_rows) {
+  *reinterpret_cast<uint64_t*>(p.tiers + segment.chunk_head(p, chunk) * kMaxTierBlocks) =
+      static_cast<uint64_t>(strong_rows);
 }
 
 // Writes zeros to the rows of o after the last sequence of a packed batch, and to those of a
@@ -91,7 +92,7 @@ __device__ __forceinline__ void write_tail(const Problem& p, const Segment& segm
   // A skipped sequence has no strong chunks.
   if (p.tiers != nullptr && p.prepared == nullptr && is_on_pool(p) && first_v == 0)
     for (int chunk = thread; chunk < segment.chunks; chunk += kGroupThreads)
-      write_tier(p, segment, chunk, false);
+      write_tier(p, segment, chunk, 0);
   const int column = first_v + thread % 8 * 8;
   if (column >= p.V) return;
   bf16* o = rows_at<bf16>(p.o, segment.row, segment.start, segment.head) + column;

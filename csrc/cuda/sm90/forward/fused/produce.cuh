@@ -17,13 +17,13 @@ struct AskBetween : NothingBetween {
 
 // kForBackward: also stores prepared chunks. A stage is then empty only when the stores have read
 // it too, since its next chunk belongs to the other producer.
-template <bool kForBackward, int K, class Gate>
+template <bool kForBackward, bool kPastAlone, int K, class Gate>
 __device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const Tile& triangle,
                                         const Problem& p, int group, int block_v) {
   const Segment& segment = s.segments[0];
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   const auto barrier = [group] { group_barrier<kProducerBarrier>(group); };
-  const Gating<K, decltype(barrier), Gate> gate{triangle, thread, barrier};
+  const Gating<K, decltype(barrier), Gate, kPastAlone> gate{triangle, thread, barrier};
   const auto copy = [&](int chunk) {
     if (chunk < segment.chunks) {
       const int stage = chunk % s.kStages;
@@ -45,9 +45,9 @@ __device__ __forceinline__ void produce(Unit<K, kGroups, 1, Gate>& s, const Tile
     const int stage = chunk % s.kStages;
     auto& tiles = s.stages[stage];
     wait_for_copies<0>();
-    const GatedChunk gated{tiles.q,          tiles.k,         tiles.g,
-                           s.enter[stage],   s.middle[stage], s.leave[stage],
-                           &s.strong[stage], s.b_last[group], s.references[group]};
+    const GatedChunk gated{tiles.q,         tiles.k,         tiles.g,
+                           s.enter[stage],  s.middle[stage], s.leave[stage],
+                           s.strong[stage], s.b_last[group], s.references[group]};
     if constexpr (kAhead) {
       const AskBetween<decltype(copy)> between{{}, copy, chunk + kGroups};
       if (chunk < segment.replayed)

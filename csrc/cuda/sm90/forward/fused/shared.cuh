@@ -2,6 +2,7 @@
 #pragma once
 
 #include "barriers.cuh"
+#include "cuda/sm90/tiles/gating.cuh"
 #include "cuda/sm90/tiles/sweep.cuh"
 
 namespace gla_ext::cuda::sm90::forward {
@@ -30,7 +31,7 @@ struct alignas(1024) Unit {
   float b_last[kConsumers][K];            // of the chunk that is being gated, log2 units
   float2 references[kConsumers][K];       // q^ = q 2^(b - x) and k^ = k 2^(x + y - b)
   uint64_t full[kStages], empty[kStages];
-  int strong[kStages];
+  int strong[kStages][kStrong<kGroups / kConsumers>];
   Segment segments[kItems];
 };
 

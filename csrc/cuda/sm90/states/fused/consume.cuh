@@ -42,7 +42,7 @@ __device__ __forceinline__ void consume(Unit<kConsumers, Gate>& s, const Problem
     commit_products();
     if (kSweep == Sweep::kStates && kStore == Store::kChunks && block_v == 0 && member == 0 &&
         thread == 0)
-      p.tiers[chunk_head * kMaxTierBlocks] = static_cast<uint8_t>(s.strong[stage]);
+      p.tiers[chunk_head * kMaxTierBlocks] = s.strong[stage] != 0 ? kTile : 0;
     wait_for_products<0>();
     arrive(&s.empty[stage]);
   }
