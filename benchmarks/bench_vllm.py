@@ -39,13 +39,15 @@ class Calls:
         self.blocks = states.view(torch.float32).view(-1, H, V, K)
         self.block_inputs = inputs.view(torch.bfloat16).view(-1, CHANNELS, W)
         self.alone = self.blocks[::2].clone(), self.block_inputs[::2].clone()
-        self.rows = {
-            "has_initial_state": torch.ones(B, dtype=torch.bool, **device),
-            "cu_seqlens": torch.tensor([0, *lengths], **device).cumsum(0).int(),
-        }
+        self.rows = {"has_initial_state": torch.ones(B, dtype=torch.bool, **device)}
+        rows = (1, T)
+        if max(lengths) == 1:
+            rows = (B, 1)
+        else:
+            self.rows["cu_seqlens"] = torch.tensor([0, *lengths], **device).cumsum(0).int()
         self.slots = torch.arange(0, 2 * B, 2, dtype=torch.int32, **device)
-        self.qkv = torch.randn(1, T, CHANNELS, dtype=torch.bfloat16, **device)
-        self.g = torch.nn.functional.logsigmoid(torch.randn(1, T, H, K, **device)) / 16
+        self.qkv = torch.randn(*rows, CHANNELS, dtype=torch.bfloat16, **device)
+        self.g = torch.nn.functional.logsigmoid(torch.randn(*rows, H, K, **device)) / 16
         self.weight = torch.randn(CHANNELS, 1, W, dtype=torch.bfloat16, **device)
 
     def convolve(self, on_blocks: bool = True) -> torch.Tensor:
@@ -60,9 +62,8 @@ class Calls:
         return chunk_gla_(*self.heads(), self.g, **pool, **self.rows)
 
     def step(self) -> torch.Tensor:
-        q, k, v = (x.transpose(0, 1) for x in self.heads())
         pool = {"state": self.alone[0], "state_v_first": True}
-        return recurrent_gla_step_(q, k, v, self.g.transpose(0, 1), **pool)
+        return recurrent_gla_step_(*self.heads(), self.g, **pool)
 
     def heads(self) -> list[torch.Tensor]:
         parts = self.qkv.split([H * K, H * K, H * V], -1)

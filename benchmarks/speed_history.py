@@ -1,6 +1,6 @@
 """Which of ten numbers became over 3 % slower than in the last version, on this machine's GPU:
 
-    python benchmarks/speed_history.py          # measures and compares, in five minutes
+    python benchmarks/speed_history.py          # measures and compares, in a minute and a half
     python benchmarks/speed_history.py --add    # and writes them down as this version's
 
 benchmarks/results/history.jsonl has a line for a version and a card. The numbers are sustained:

@@ -229,7 +229,7 @@ BEHAVIOURS = [
     *(Clients.streams, Clients.leaves_at_once, Clients.sends_half, Clients.sends_garbage),
     *(Clients.proper, Clients.asks_wrongly, Clients.asks_too_much),
 ]
-LEFT = ("running", "waiting", "open_replies")
+LEFT = ("running", "waiting", "open_replies", "body_bytes", "reply_logprobs")
 
 
 def memory_bytes(process: int) -> int:

@@ -77,8 +77,9 @@ def _pieces(decoder: Decoder, tokenizer: Tokenizer, tokens: list[int], count: in
     text = Detokenizer(tokenizer, tokens)
     for drawn in generate_stream(decoder.model, [tokens], count, decoder=decoder):
         if drawn.item() in decoder.end_tokens:
-            return
+            break
         yield text.push(drawn.item())
+    yield text.rest()
 
 
 def _write(decoder: Decoder, tokenizer: Tokenizer, tokens: list[int], count: int) -> str:

@@ -338,6 +338,7 @@ void recurrent_backward(const Recurrence& p, const RecurrentBackwardPlan& plan,
   with_keys(p.K, [&](auto keys) {
     constexpr auto kernel = backward_kernel<decltype(keys)::value>;
     constexpr size_t kBytes = sizeof(Layout<decltype(keys)::value>);
+    static_assert(kBytes <= kSharedOfEveryGpu);
     static const DynamicShared shared(kernel, kBytes);
     shared.allow();
     kernel<<<static_cast<unsigned>(plan.blocks), kBlockThreads, kBytes, stream>>>(p, plan);

@@ -171,6 +171,7 @@ void launch_buffered_outputs(const Recurrence& p, const Buffers& b, bool overlap
                              cudaStream_t stream) {
   constexpr auto kernel = buffered_outputs_kernel<State, Tile, kK, kAccess, kT>;
   constexpr size_t kBytes = sizeof(BufferedShared<Tile, kT>);
+  static_assert(kBytes <= (kK > kMostBufferedKeys ? kManyKeysBytes : kSharedOfEveryGpu));
   static const DynamicShared shared(kernel, kBytes);
   shared.allow();
   const int64_t blocks = p.B * p.H * blocks_of(p.V, Tile::kValues);

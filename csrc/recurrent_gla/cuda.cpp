@@ -103,6 +103,13 @@ class RecurrentCall : Launch {
     find_state_alignment(p);
   }
 
+  // That a block may have on this GPU.
+  static int shared_bytes() {
+    int device = 0, bytes = 0;
+    C10_CUDA_CHECK(cudaGetDevice(&device));
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    return bytes;
+  }
   void forward() { launch(recurrent_forward, p); }
   void low_rank_step(LowRankGate gate) {
     gate.overlaps = gate.overlaps && takes_dependent_launch(options_.device());
@@ -276,6 +283,10 @@ at::Tensor buffered_step_cuda(const BufferedStep& a) {
   TORCH_CHECK_NOT_IMPLEMENTED(a.state.size(0) <= kMaxBlocks, op, ": expected at most ", kMaxBlocks,
                               " slots on CUDA, got ", a.state.size(0));
   RecurrentCall call(op, shape, a.q, a.scale);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      call.p.K <= kMostBufferedKeys || call.shared_bytes() >= kManyKeysBytes, op,
+      ": expected K to be at most ", kMostBufferedKeys, " on a GPU of less than ",
+      kManyKeysBytes >> 10, " KiB of shared memory a block, got ", call.p.K);
   at::Tensor o = take_step(call, a);
   call.input_key_gate(a.gk);
   call.buffered_step(a);

@@ -99,6 +99,9 @@ struct Buffers {
 constexpr int kMostBuffered = 16;
 constexpr int kFoldRows = kMostBuffered + 1, kFoldPitch = kMostBuffered + 2;
 
+// Heads of more keys need this much shared memory a block, which GPUs such as 8.9 and 12.0 lack.
+constexpr int kMostBufferedKeys = 512, kManyKeysBytes = 140 << 10;
+
 // q k v gk state_in and the buffers -> o, the buffers and, of rows whose buffer is full, state_out.
 // overlaps: the second kernel may start while the first still runs.
 void recurrent_buffered_step(const Recurrence& p, const Buffers& buffers, bool overlaps,

@@ -266,6 +266,7 @@ __global__ void __launch_bounds__(Tile::kThreads, count_short_blocks<Tile>())
     return;
   }
   const int64_t matrix = run.state * p.state_stride_n + run.head * p.state_stride_h;
+  const bool goes_on = p.has_initial == nullptr || p.has_initial[run.row];
   Tile tile(p, first_value);
   const int start = tile.start(p, first_value);
   const auto* from =
@@ -275,7 +276,7 @@ __global__ void __launch_bounds__(Tile::kThreads, count_short_blocks<Tile>())
 #pragma unroll
     for (int j = 0; j < Tile::kEach; ++j)
       sm90::copy16(sm90::shared_address(&s.state[step][j][threadIdx.x]),
-                   from + j * Tile::eight_bytes(p), tile.there(step, j));
+                   from + j * Tile::eight_bytes(p), goes_on && tile.there(step, j));
     sm90::commit_copies();
   }
   const int64_t to_matrix = p.state_out == nullptr ? -1 : written_matrix(p, run.row, run, matrix);
@@ -308,7 +309,7 @@ inline bool takes_short_step(const Recurrence& p) {
   const int64_t columns = p.state_v_first ? p.K : p.V;
   return p.T == 1 && p.cu_seqlens.data == nullptr && p.accepted.data == nullptr &&
          p.q.data != nullptr && p.least_tokens <= 1 && p.most_tokens >= 1 &&
-         p.has_initial == nullptr && p.state_aligned && columns % 8 == 0 &&
+         p.state_aligned && columns % 8 == 0 &&
          p.state_stride_n % 8 == 0 && p.state_stride_h % 8 == 0;
 }
 
@@ -316,6 +317,7 @@ template <class State, class Tile, bool kValueGates>
 void launch_short_step(const Recurrence& p, cudaStream_t stream) {
   constexpr auto kernel = short_step_kernel<State, Tile, kValueGates>;
   constexpr size_t kBytes = sizeof(typename Tile::Shared);
+  static_assert(kBytes <= kSharedOfEveryGpu);
   static const DynamicShared shared(kernel, kBytes);
   shared.allow();
   const int64_t blocks = count_runs(p) * blocks_of(p.V, Tile::kValues);

@@ -279,16 +279,16 @@ void launch_verify(const Recurrence& p, int multiprocessors, cudaStream_t stream
   constexpr int kOfTokens = 3;
   const int64_t resident = int64_t{multiprocessors} * (512 / kKeys<kK>);
   int tiles_of_block = choose_tiles(runs, tiles, resident, kOfTokens);
-  size_t bytes = sizeof(Shared<kKeys<kK>>);
-  if constexpr (kK > kKeys<kK>) {
-    tiles_of_block = std::min(tiles_of_block, kMostTiles);
-    bytes += sizeof(float[kMostTiles][kDrafts][kTileValues]);
-  }
+  constexpr bool kInParts = kK > kKeys<kK>;
+  constexpr size_t kBytes =
+      sizeof(Shared<kKeys<kK>>) + (kInParts ? sizeof(float[kMostTiles][kDrafts][kTileValues]) : 0);
+  static_assert(kBytes <= kSharedOfEveryGpu);
+  if (kInParts) tiles_of_block = std::min(tiles_of_block, kMostTiles);
   const auto blocks = static_cast<unsigned>(runs * blocks_of(tiles, tiles_of_block));
   constexpr auto kernel = verify_kernel<State, kVFirst, kK, kAccess, kPacked>;
-  static const DynamicShared shared(kernel, bytes);
+  static const DynamicShared shared(kernel, kBytes);
   shared.allow();
-  kernel<<<blocks, kKeys<kK>, bytes, stream>>>(p, tiles_of_block);
+  kernel<<<blocks, kKeys<kK>, kBytes, stream>>>(p, tiles_of_block);
 }
 
 template <class State, bool kVFirst, int kK, Access kAccess>

@@ -14,7 +14,7 @@ from gla_ext.ops.recurrent import recurrent_gla_commit_
 LENGTH = 16  # tokens that a row's buffer holds: a state is written once in so many steps
 FEWEST_ROWS = 33  # fewer have the kernels of `gla_ext.model.step`, which write the states
 DEVICES = ("cuda",)
-MOST_KEYS = 512  # of a head; more need 137 KiB of shared memory, and some GPUs have 99
+MOST_KEYS = 512  # of a head; steps with more were not timed, and GPUs such as 8.9 refuse them
 
 
 def are_faster(rows: int, device: torch.device) -> bool:

@@ -55,7 +55,7 @@ def recurrent_gla_buffered_step_(
             tokens. Without gk nothing decays.
         buffer_k, buffer_v: the buffers of all slots, `[P, L, HK, K]` and `[P, L, HK, V]`, in the
             dtype of k and v. Their last two dimensions are contiguous; P and L may have any stride
-            with which no two tokens overlap. On CUDA, L is at most 16, and K above 512 needs 137
+            with which no two tokens overlap. On CUDA, L is at most 16, and K above 512 needs 140
             KiB of shared memory a block, which GPUs of 8.6, 8.9 and 12.0 do not have.
         buffer_g: the same for gates of every channel, `[P, L, HK, K]`, in gk's dtype; without gk,
             in any that gk may have, and zeros are written.

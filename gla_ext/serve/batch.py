@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from gla_ext.serve.request import Request, TokenLogprob
 from gla_ext.serve.rows import RowCache, StateRows
 
 SCORED_BYTES = 1 << 26  # of the logits of a prompt's tokens, at a time
+BLOCK = 256  # tokens of a prompt whose log-probabilities become objects at a time
 
 
 class Batch:
@@ -199,7 +200,7 @@ class Batch:
     @torch.no_grad()
     def score(
         self, pieces: Sequence[Piece], following: array[int], count: int
-    ) -> Callable[[], Drawn]:
+    ) -> Callable[[], list[Tensor]]:
         """Like `prefill`, without a graph, and with the log-probabilities of the tokens that follow
         the pieces' tokens.
 
@@ -209,15 +210,15 @@ class Batch:
             count: number of most probable tokens.
 
         Returns:
-            A function that waits for the result, which has an element for each of the T tokens, and
-            returns it.
+            A function that waits for the tensors of `Scores`, of T tokens, and returns them.
         """
         packed = self._pack(pieces)
         logits = self._logits_of(packed, len(pieces) == 1, 0)
         self._logits.index_copy_(0, packed.rows, logits[packed.offsets[1:] - 1])
         tokens = torch.frombuffer(following, dtype=torch.long)
         tokens = tokens.to(logits.device, non_blocking=True)
-        return _fetch([tokens, logits.amax(-1), *log_probabilities(logits, tokens, count)])
+        logprobs, best, ids = log_probabilities(logits, tokens, count)
+        return _fetch([tokens, logits.amax(-1), logprobs, best, ids.int()])
 
     def _pack(self, pieces: Sequence[Piece]) -> Packed:
         size = Size.of(pieces)
@@ -281,7 +282,8 @@ class Batch:
         tokens.copy_(chosen)
         self._adjustments.drew(tokens, draws)
         found = [tokens, largest, *(log_probabilities(logits, tokens) if with_logprobs else ())]
-        return _fetch(found)
+        fetched = _fetch(found)
+        return lambda: Drawn.of(fetched())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,6 +296,10 @@ class Drawn:
     best: list[list[float]] | None = None
     best_ids: list[list[int]] | None = None
 
+    @classmethod
+    def of(cls, found: Sequence[Tensor]) -> Drawn:
+        return cls(*(x.tolist() for x in found))
+
     def is_finite(self, place: int) -> bool:
         return math.isfinite(self.largest[place])
 
@@ -301,6 +307,33 @@ class Drawn:
         """The log-probability of a token, and those of the `count` most probable ones."""
         best = zip(self.best_ids[place][:count], self.best[place][:count], strict=True)
         return TokenLogprob(self.tokens[place], self.logprobs[place], dict(best))
+
+
+class Scores(Sequence[TokenLogprob]):
+    """The log-probabilities of a prompt's tokens, as tensors on the host. They become objects, of
+    ten times the memory, when they are read.
+
+    Args:
+        found: the lists of `Drawn`, as tensors.
+    """
+
+    def __init__(self, found: Sequence[Tensor]) -> None:
+        self._found = found
+
+    def __len__(self) -> int:
+        return len(self._found[0])
+
+    def __getitem__(self, place: int | slice) -> TokenLogprob | Scores:
+        if isinstance(place, slice):
+            return Scores([x[place] for x in self._found])
+        at = range(len(self))[place]
+        return next(iter(self[at : at + 1]))
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        for block in zip(*(x.split(BLOCK) for x in self._found), strict=True):
+            drawn = Drawn.of(block)
+            for place, best in enumerate(drawn.best):
+                yield drawn.logprob(place, len(best))
 
 
 def _layers_of(model: LanguageModel) -> list[GatedLinearAttention]:
@@ -319,17 +352,15 @@ def _in_chunks(layers: Sequence[GatedLinearAttention]) -> bool:
     )
 
 
-def _fetch(found: list[Tensor]) -> Callable[[], Drawn]:
+def _fetch(found: list[Tensor]) -> Callable[[], list[Tensor]]:
     if not found[0].is_cuda:
-        drawn = Drawn(*(x.tolist() for x in found))
-        return lambda: drawn
+        return lambda: found
     copies = [x.to("cpu", non_blocking=True) for x in found]
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(found[0].device))
 
-    @functools.cache
-    def wait() -> Drawn:
+    def wait() -> list[Tensor]:
         arrived.synchronize()
-        return Drawn(*(x.tolist() for x in copies))
+        return copies
 
     return wait

@@ -57,8 +57,8 @@ class Engine:
 
     On a GPU, a long-running program should call `warm_up` before the first request.
 
-    Any thread may call `submit`, `cancel`, `drain`, `warm_up` and `refresh`. Only one thread may
-    run steps: the one that calls `step`, or the thread of `gla_ext.serve.worker.Worker`.
+    Any thread may call `submit`, `check_room`, `cancel`, `drain`, `warm_up` and `refresh`. Only one
+    may run steps: the one that calls `step`, or the thread of `gla_ext.serve.worker.Worker`.
 
     Call `refresh` after the model changed: the prefix cache and running sequences have states of
     the old model, and CUDA graphs repeat what was recorded. Until then `submit` raises ChangedError
@@ -127,7 +127,7 @@ class Engine:
         self.metrics = Metrics()
         self._ends = self._read_ends()
         self._stamp = Stamp(model)  # of the model that made states and graphs
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # One thread runs the model, and one is next. With only the first lock, the thread that runs
         # steps might take it again before a thread that is waiting for it.
         self._runs, self._is_next = threading.Lock(), threading.Lock()
@@ -179,19 +179,25 @@ class Engine:
             self.limits.check(request, self.model.config.vocab_size)
             if request.stop and self.tokenizer is None:
                 raise ValueError("expected a tokenizer for stop strings, got none")
+        self.check_room(len(requests))
         sequences = [Sequence(request, self.tokenizer) for request in requests]
+        with self._lock:
+            self.check_room(len(sequences))
+            self._unfinished += len(sequences)
+            self._waiting.extend(sequences)
+        return sequences
+
+    def check_room(self, count: int) -> None:
+        """Raises FullError or ClosedError if `submit` of so many requests would do so now."""
         with self._lock:
             if self._draining:
                 raise ClosedError("the server is shutting down")
             room = self.limits.rows + self.limits.waiting - self._unfinished
-            if len(sequences) > room:
+            if count > room:
                 raise FullError(
                     f"expected at most {room} more sequences, of {self.limits.rows} that run and "
-                    f"{self.limits.waiting} that wait, got {len(sequences)}"
+                    f"{self.limits.waiting} that wait, got {count}"
                 )
-            self._unfinished += len(sequences)
-            self._waiting.extend(sequences)
-        return sequences
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence at the next step, and frees its row."""
@@ -340,13 +346,19 @@ class Engine:
             row, request = sequence.row, sequence.request
             scores, draws = sequence.take_scores(), request.max_new_tokens > 0
             if scores is None or (draws and not drawn.is_finite(row)):
-                deltas.append((sequence, self._fail(sequence)))
+                self.metrics.met_nonfinite_logits()
+                deltas.append((sequence, self._fail(sequence, "the model's logits are not finite")))
                 continue
             delta = Delta(finish_reason="length")
             if draws:
                 wanted = request.logprobs
                 logprob = None if wanted is None else drawn.logprob(row, wanted)
-                delta = sequence.add(drawn.tokens[row], logprob, self._ends)
+                try:
+                    delta = sequence.add(drawn.tokens[row], logprob, self._ends)
+                except Exception as error:  # a tokenizer may know fewer tokens than the model
+                    said = f"the tokenizer failed with {error!r}"
+                    deltas.append((sequence, self._fail(sequence, said)))
+                    continue
                 self.metrics.drew(sequence)
             delta.prompt_logprobs = scores
             if delta.finish_reason is not None:
@@ -354,12 +366,10 @@ class Engine:
             deltas.append((sequence, delta))
         return deltas
 
-    def _fail(self, sequence: Sequence) -> Delta:
-        """Ends a sequence whose logits include NaN or inf, or are all -inf."""
-        message = "the model's logits are not finite"
+    def _fail(self, sequence: Sequence, message: str) -> Delta:
+        """Ends a sequence alone, with an error."""
         prompt = len(sequence.request.tokens)
         logger.error("%s after a prompt of %d tokens and %d new", message, prompt, sequence.new)
-        self.metrics.met_nonfinite_logits()
         return self._finish(sequence, Delta(error=message), "error")
 
     def _finish(self, sequence: Sequence, delta: Delta, reason: str) -> Delta:

@@ -95,7 +95,7 @@ class Request:
     """One continuation of one prompt.
 
     Args:
-        tokens: the prompt, at least one token.
+        tokens: the prompt, at least one token; an `array("q")` is not copied.
         max_new_tokens: most tokens to draw; 0 only reads the prompt. Default: 16.
         temperature, top_k, top_p: as in `gla_ext.decode.Sampling`.
         seed: determines the draws, together with the logits. Default: None (another one each time).
@@ -143,7 +143,8 @@ class Request:
     def __post_init__(self) -> None:
         Sampling(self.temperature, self.top_k, self.top_p)
         try:
-            object.__setattr__(self, "tokens", array("q", self.tokens))
+            if not (isinstance(self.tokens, array) and self.tokens.typecode == "q"):
+                object.__setattr__(self, "tokens", array("q", self.tokens))
         except (TypeError, OverflowError) as error:
             raise TypeError(f"Request: expected tokens to be ints, got {error}") from error
         if len(self.tokens) < 1:
@@ -192,7 +193,7 @@ class Request:
         return seed % 2**64
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """The log-probability of a token, and those of the most probable tokens, by token.
 
@@ -206,7 +207,7 @@ class TokenLogprob:
     offset: int = 0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Delta:
     """The tokens and text that a step added to a sequence.
 
@@ -223,6 +224,6 @@ class Delta:
     text: str = ""
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprob] = ()
     finish_reason: str | None = None
     error: str | None = None

@@ -84,7 +84,7 @@ class Schedule:
         following, places = array("q"), []
         for sequence, piece in pieces:
             start, count = sequence.passed + 1, len(piece.tokens)
-            places.append(range(len(following), len(following) + count))
+            places.append(slice(len(following), len(following) + count))
             following += sequence.request.tokens[start : start + count]
             following += array("q", [0] * piece.ends)
         most = max(sequence.request.prompt_logprobs for sequence, _ in pieces)

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Collection
 
 import torch
+from torch import Tensor
 
-from gla_ext.serve.batch import Drawn
+from gla_ext.serve.batch import Scores
 from gla_ext.serve.choice import Draw
 from gla_ext.serve.request import Delta, Request, TokenLogprob
 from gla_ext.serve.text import Detokenizer, StopStrings, Tokenizer
@@ -39,7 +40,7 @@ class Sequence:
         draw: how its tokens are drawn.
         drew: number of tokens whose draw was requested.
         scores: of each piece of a prompt with prompt_logprobs, a function that waits for the
-            tokens of several pieces, and the places of this piece's tokens among them.
+            tensors of several pieces, and the places of this piece's tokens in them.
         new: number of tokens that it has got, including one that ended it.
         ending: why it will end at the next step: 'cancelled', 'refresh' (its states are of an old
             model), or None.
@@ -52,7 +53,7 @@ class Sequence:
         self.row: int | None = None
         self.keys: list[bytes] = []
         self.passed, self.cached, self.drew, self.new = 0, 0, 0, 0
-        self.scores: list[tuple[Callable[[], Drawn], range]] = []
+        self.scores: list[tuple[Callable[[], list[Tensor]], slice]] = []
         self.ending: str | None = None
         self.arrived = time.monotonic()
         self.first = self.last = 0.0
@@ -93,18 +94,26 @@ class Sequence:
         return self._uniforms.pop()
 
     def rest(self) -> str:
-        """Text that was held back because it may be the start of a stop string."""
-        return self._stops.flush()
+        """The text that was held back: it may be the start of a stop string, or have come with a
+        part of a character.
+        """
+        text, stopped = self._stops.push("" if self._text is None else self._text.rest())
+        return text if stopped else text + self._stops.flush()
 
-    def take_scores(self) -> list[TokenLogprob] | None:
+    def take_scores(self) -> Scores | tuple[()] | None:
         """The log-probabilities of the prompt's tokens, once; None if logits are not finite."""
         scores, self.scores = self.scores, []
-        found = [(wait(), place) for wait, places in scores for place in places]
-        if not all(drawn.is_finite(place) for drawn, place in found):
-            return None
-        # The last token of the prompt is followed by the first that is drawn.
+        if not scores:
+            return ()
         count = self.request.prompt_logprobs
-        return [drawn.logprob(place, count) for drawn, place in found[:-1]]
+        cut = [
+            [x[places] if x.dim() == 1 else x[places, :count] for x in wait()]
+            for wait, places in scores
+        ]
+        found = [torch.cat(parts) for parts in zip(*cut, strict=True)]
+        if not found[1].isfinite().all():
+            return None
+        return Scores([x[:-1] for x in found])  # the last is followed by the first that is drawn
 
     def add(self, token: int, logprob: TokenLogprob | None, ends: Collection[int]) -> Delta:
         """Adds a token, which may be the last."""
@@ -114,7 +123,7 @@ class Sequence:
             delta.logprobs.append(dataclasses.replace(logprob, offset=self._characters))
         is_end = token in ends or token in self.request.end_tokens
         if is_end and not self.request.ignore_eos:
-            delta.text, delta.finish_reason = self._stops.flush(), "stop"
+            delta.text, delta.finish_reason = self.rest(), "stop"
             return delta
         delta.tokens.append(token)
         if self._text is not None:
@@ -125,6 +134,6 @@ class Sequence:
                 delta.finish_reason = "stop"
                 return delta
         if self.new == self.request.max_new_tokens:
-            delta.text += self._stops.flush()
+            delta.text += self.rest()
             delta.finish_reason = "length"
         return delta

@@ -113,9 +113,18 @@ class Detokenizer:
                 window.pop()
             return ""
         self._window, self._shown = window[shown:], waiting
-        while not text.startswith(before):  # a character that began in the prompt is now complete
-            before = before[:-1]
-        return text[len(before) :]
+        return _after(before, text)
+
+    def rest(self) -> str:
+        """The text that waits, without the character that is incomplete."""
+        text = self._decode(self._window).rstrip("\ufffd")
+        return _after(self._decode(self._window[: self._shown]), text)
+
+
+def _after(before: str, text: str) -> str:
+    while not text.startswith(before):  # a character that began in the prompt is now complete
+        before = before[:-1]
+    return text[len(before) :]
 
 
 class StopStrings:

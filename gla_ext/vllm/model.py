@@ -215,6 +215,8 @@ class _CausalLM(nn.Module, HasInnerState, SupportsLoRA, SupportsMambaPrefixCachi
         params, loaded = dict(self.named_parameters()), Counter()
         for name, tensor in {**check_tensors_of(plain, given), **scales}.items():
             name, shard = self._place_of(name)
+            if name not in params:  # a scale of another scheme
+                raise ValueError(f"gla_ext.vllm: expected no {name!r} in the checkpoint")
             copy = getattr(params[name], "weight_loader", _copy)
             copy(params[name], tensor, *([] if shard is None else [shard]))
             loaded[name] += 1

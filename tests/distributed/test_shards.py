@@ -130,12 +130,40 @@ def test_auto_counts_gathered_weights():
         assert kind == expected
 
 
-def run_auto(group, folder, nodes, tensor_parallel):
-    from test_training import sharded
+@pytest.mark.parametrize("bf16", [False, True])
+def test_auto_counts_whole_gradients(bf16):
+    """Those of shards, while an update has several passes; a replica takes what it did."""
+    model, ranks = make_model(), {"replicate": 1, "hybrid": 4, "shard": 16}
+    parameters, weight = sum(p.numel() for p in model.parameters()), 2 if bf16 else 4
+    for count, kind in ((1, "replicate"), (4, "hybrid"), (16, "shard")):
+        each = 12 / count + 4 + weight * (bf16 or count > 1)
+        there = int(parameters * (each + 0.1) / memory.SHARE)
+        found, reason = memory.choose(model, bf16, 0, there, ranks, accumulates=True)
+        assert found == kind and f"optimizer {parameters * each / 1e9:.2f} GB" in reason
+        if kind != "shard":  # which is taken, fit or not
+            there = int(parameters * (each - 0.1) / memory.SHARE)
+            assert memory.choose(model, bf16, 0, there, ranks, accumulates=True)[0] != kind
 
+
+def run_auto(group, folder, nodes, tensor_parallel, passes=1):
+    from test_training import TINY, sharded
+
+    settings = TINY | {"tokens_per_update": passes * TINY["batch_size"] * TINY["seq_len"]}
     with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(4 // nodes)}):
-        trainer = sharded(folder, parallel="auto", tensor_parallel=tensor_parallel)
+        trainer = sharded(folder, settings, parallel="auto", tensor_parallel=tensor_parallel)
     return str(trainer.parallel)
+
+
+def run_auto_of_passes(group, folder, bytes_each):
+    """What it takes with 1 and 2 passes, if a process has so many bytes a parameter."""
+
+    def choose(model, bf16, tokens, memory_of_one, *rest):
+        parameters = sum(p.numel() for p in model.parameters())
+        there = int(bytes_each * parameters / memory.SHARE)
+        return memory.choose(model, bf16, 0, there, *rest)
+
+    with mock.patch("gla_ext.train.ranks.processes.choose", choose):
+        return [run_auto(group, folder, 2, 1, passes) for passes in (1, 2)]
 
 
 def test_auto_says_why(pool, folder):
@@ -144,6 +172,13 @@ def test_auto_says_why(pool, folder):
         assert text.startswith(f"4 on 2 nodes, 4 x data, 1 x context, 1 x tensor; {fits}")
     for text in pool(run_auto, folder, 1, 2):
         assert text.endswith("2 x tensor; --parallel shard, because --tensor-parallel needs it")
+
+
+def test_auto_knows_of_passes(pool, folder):
+    """Two nodes of two in fp32: 12 bytes a parameter for one pass, 14 for several."""
+    for texts in pool(run_auto_of_passes, folder, 13):
+        kinds = [text.partition("--parallel ")[2].partition(":")[0] for text in texts]
+        assert kinds == ["hybrid", "shard"]
 
 
 def test_memory_of_a_host():

@@ -78,8 +78,13 @@ Launch to_launch(const emulator::Kernel& kernel, dim3 grid, dim3 block, void** a
   return l;
 }
 
-cudaError_t launch(const void* function, dim3 grid, dim3 block, void** arguments,
-                   size_t shared_bytes, uint32_t cluster) {
+// That a block may have.
+size_t shared_bytes() {
+  return size_t{1024} * std::atoi(environment("GLA_EMULATOR_SHARED", "227"));
+}
+
+cudaError_t launch(const void* function, dim3 grid, dim3 block, void** arguments, size_t bytes,
+                   uint32_t cluster) {
   static const bool runs = std::string(environment("GLA_EMULATOR_LAUNCHES", "1")) != "0";
   if (!runs) return cudaSuccess;
   const std::lock_guard lock(mutex);
@@ -87,7 +92,11 @@ cudaError_t launch(const void* function, dim3 grid, dim3 block, void** arguments
   try {
     const emulator::Kernel* kernel = module().find(name);
     if (kernel == nullptr) return fault("there is no PTX of " + name + ", which is launched");
-    emulator::run(to_launch(*kernel, grid, block, arguments, shared_bytes, cluster));
+    if (bytes > shared_bytes())
+      return fault(name + " is launched with " + std::to_string(bytes) +
+                   " bytes of shared memory a block, of which there are " +
+                   std::to_string(shared_bytes()));
+    emulator::run(to_launch(*kernel, grid, block, arguments, bytes, cluster));
   } catch (const std::exception& error) {
     return fault(error.what());
   }
@@ -233,7 +242,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
   p->multiProcessorCount = processors();
   p->totalGlobalMem = size_t{16} << 30;
   p->sharedMemPerBlock = 48 << 10;
-  p->sharedMemPerBlockOptin = 227 << 10;
+  p->sharedMemPerBlockOptin = shared_bytes();
   p->sharedMemPerMultiprocessor = 228 << 10;
   p->reservedSharedMemPerBlock = 1 << 10;
   p->regsPerBlock = p->regsPerMultiprocessor = 65536;
@@ -261,6 +270,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
       break;
     case cudaDevAttrMultiProcessorCount:
       *value = p.multiProcessorCount;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = static_cast<int>(p.sharedMemPerBlockOptin);
       break;
     default:
       *value = 0;

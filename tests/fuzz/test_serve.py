@@ -85,7 +85,7 @@ def test_a_body_is_read_or_refused(body):
             tokens = [Bytes().encode(x) if isinstance(x, str) else x for x in asked.prompts]
             assert len(asked.requests(tokens)) == len(tokens) * asked.n
         except protocol.RefusedError as error:
-            check_error(error.status, error.body())
+            check_error(error.status, json.loads(error.body()))
 
 
 @given(edited(CHAT).map(as_bytes) | damaged(as_bytes(CHAT)))
@@ -96,7 +96,7 @@ def test_a_conversation_is_read_or_refused(body):
             assert len(asked.requests([[1]])) == asked.n and json.dumps(messages).encode()
             assert all(isinstance(message["content"], str) for message in messages)
         except protocol.RefusedError as error:
-            check_error(error.status, error.body())
+            check_error(error.status, json.loads(error.body()))
 
 
 @given(damaged(b'{"keep_running": true}') | edited({"keep_running": True}).map(as_bytes))
@@ -105,7 +105,7 @@ def test_the_body_of_a_refresh_is_read_or_refused(body):
         try:
             assert protocol.read_refresh(body) in (True, False)
         except protocol.RefusedError as error:
-            check_error(error.status, error.body())
+            check_error(error.status, json.loads(error.body()))
 
 
 @pytest.fixture(scope="module")

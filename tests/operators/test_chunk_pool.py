@@ -60,13 +60,13 @@ def test_defaults(device, packed, left_out):
         assert_same(prompts, prompts.run())
 
 
-@by_packing
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("packed, T", [(True, 150), (False, 150), (False, 1)])
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16], ids=str)
 @by_layout
-def test_short_states(device, v_first, storage, packed, head):
-    prompts = Prompts(
-        device, packed, sizes=(2, *head), storage=storage, v_first=v_first, dtype=torch.bfloat16
-    )
+def test_short_states(device, v_first, storage, packed, T, head):
+    sizes, dtypes = (2, *head), {"storage": storage, "dtype": torch.bfloat16}
+    prompts = Prompts(device, packed, T=T, sizes=sizes, v_first=v_first, **dtypes)
     assert_same(prompts, prompts.run())
 
 

@@ -330,6 +330,22 @@ def test_for_the_sanitizer(what, T, state_v_first, state_dtype):
     Buffered("cuda", T, torch.bfloat16, state_v_first, state_dtype, sizes, HK).check()
 
 
+@pytest.mark.cuda
+@pytest.mark.sanitizer
+def test_what_fits_every_gpu(monkeypatch):
+    """Up to 512 keys do, more are refused where they do not; an emulated GPU pretends to be one."""
+    monkeypatch.setenv("GLA_EMULATOR_SHARED", "99")
+    of_block = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    if torch.cuda.get_device_name() != "emulated GPU" and of_block >= 140 << 10:
+        pytest.skip("this GPU has more")
+    for state_v_first in (False, True):
+        Buffered("cuda", 1, torch.bfloat16, state_v_first, sizes=(1, 512, 16), HK=1).check()
+        x = Buffered("cuda", 1, torch.bfloat16, state_v_first, sizes=(1, 513, 16), HK=1)
+        with raises(NotImplementedError, "K to be at most 512 on a GPU of less than 140 KiB of "
+                    "shared memory a block, got 513"):  # fmt: skip
+            x.step()
+
+
 # Errors.
 
 

@@ -22,7 +22,7 @@ def test_metrics_are_of_prometheus():
     assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     found = {family.name: family for family in parser.text_string_to_metric_families(reply.text)}
     kinds = Counter(family.type for family in found.values())
-    assert kinds == {"counter": 6, "gauge": 6, "histogram": 3}
+    assert kinds == {"counter": 6, "gauge": 8, "histogram": 3}
     values = {
         sample.name.removeprefix("gla_ext_") + "".join(sample.labels.values()): sample.value
         for family in found.values()
@@ -30,6 +30,7 @@ def test_metrics_are_of_prometheus():
     }
     expected = {"generated_tokens_total": 6, "prompt_tokens_total": 2202, "requests_totallength": 2}
     expected |= {"cached_prompt_tokens_total": 1024, "checkpoints": 2, "rows": 1, "running": 0}
+    expected |= {"body_bytes": 0, "reply_logprobs": 0}
     expected |= {"completion_responses_total200": 2, "completion_responses_total400": 1}
     expected |= {"time_to_first_token_seconds_count": 2, "time_between_tokens_seconds_count": 4}
     assert {name: values[name] for name in expected} == expected

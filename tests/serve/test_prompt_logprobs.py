@@ -26,7 +26,7 @@ def scores(engine, *requests):
     sequences = engine.submit(*requests)
     found = {sequence: [] for sequence in sequences}
     for sequence, delta in deltas(engine):
-        found[sequence].append(delta.prompt_logprobs)
+        found[sequence].append([*delta.prompt_logprobs])
     assert all(later == [] for _, *rest in found.values() for later in rest)
     return [first for first, *_ in found.values()]
 

@@ -108,7 +108,9 @@ def test_an_echo_whose_prompt_is_being_read(engine):
     engine.refresh()
     delta = dict(engine.step())[sequence]
     echo = Echo(Bytes(), text, sequence.request.tokens, skip_special=True)
-    choice = TextChoice(0, Names(Bytes()), True, echo).render(delta)
+    choice = TextChoice(0, Names(Bytes()), True, echo)
+    choice.add(delta)
+    choice = json.loads("".join(choice.take(whole=True)))
     assert (choice["text"], choice["finish_reason"]) == (text, "refresh")
     assert choice["logprobs"]["token_logprobs"] == [None]
 

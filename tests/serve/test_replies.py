@@ -109,6 +109,67 @@ def test_an_engine_ends_the_sequence_alone(temperature, value, device, caplog):
         assert run(engine, Request(other, 3, temperature=0)) == [(expected, "", "length")]
 
 
+class Fewer(Bytes):
+    """Knows fewer tokens than the model, as where a vocabulary was filled up to a round number."""
+
+    def __init__(self, unknown):
+        self.unknown = unknown
+
+    def decode(self, tokens):
+        if self.unknown in tokens:
+            raise IndexError("piece id is out of range")
+        return super().decode(tokens)
+
+
+def test_a_tokenizer_that_fails_ends_the_sequence_alone(caplog):
+    tokens = Bytes().encode("a")
+    model = make_model(vocab_size=256, eos_token_id=None)
+    drawn = greedy(model, tokens, 12)
+    place = next(n for n in range(3, 12) if drawn[n] not in drawn[:n] + tokens)
+    good = Bytes().encode("other")
+    expected = greedy(model, good, 3)
+    assert drawn[place] not in expected
+    engine = Engine(model, Fewer(drawn[place]), Limits(**SMALL))
+    requests = (Request(tokens, 50, temperature=0), Request(good, 3, temperature=0))
+    (found, _, reason), (new, _, other) = run(engine, *requests)
+    assert (found, reason) == (drawn[:place], "error") and (new, other) == (expected, "length")
+    said = "the tokenizer failed with IndexError('piece id is out of range')"
+    assert caplog.messages == [f"{said} after a prompt of 2 tokens and {place + 1} new"]
+    assert engine.metrics.count("nonfinite_logits_total") == 0 and is_empty(engine)
+    pytest.importorskip("starlette")
+    with client_of(engine) as client:
+        for logprobs in (None, 1):
+            body = {"prompt": "a", "temperature": 0, "max_tokens": 50, "logprobs": logprobs}
+            reply = client.post("/v1/completions", json=body)
+            assert (reply.status_code, reply.json()["error"]["message"]) == (500, said)
+        body = {"prompt": "other", "temperature": 0, "max_tokens": 3}
+        assert client.post("/v1/completions", json=body).status_code == 200
+
+
+def test_a_prompt_that_a_tokenizer_cannot_echo():
+    """The reply is an error, also where its stream has begun."""
+    pytest.importorskip("starlette")
+    engine = Engine(make_model(vocab_size=256, eos_token_id=None), Fewer(66), Limits(rows=1))
+    body = {"prompt": [66] + [65] * 30, "max_tokens": 2, "logit_bias": {"65": 100}}
+    said = "the tokenizer failed with IndexError('piece id is out of range')"
+    with client_of(engine) as client:
+        assert client.post("/v1/completions", json=body).status_code == 200
+        body["echo"] = True
+        reply = client.post("/v1/completions", json=body)
+        assert (reply.status_code, reply.json()["error"]["message"]) == (500, said)
+        lines = client.post("/v1/completions", json=body | {"stream": True}).text.split("\n\n")
+        assert json.loads(lines[-3][6:])["error"]["message"] == said
+        assert lines[-2:] == ["data: [DONE]", ""]
+        assert counted(client)["open_replies"] == 0
+
+
+def test_an_unknown_token_has_a_name():
+    """It may be among the most probable ones, and not be drawn."""
+    choices = pytest.importorskip("gla_ext.serve.http.choices")
+    names = choices.Names(Fewer(66))
+    assert [names[token] for token in (65, 66, 67)] == ["A", "token_id:66", "C"]
+
+
 def test_a_prompt_that_spoils_the_logits(device):
     """Not those of prompts that pass packed with it."""
     model, _, drawn = spoiled(device)
@@ -205,7 +266,9 @@ def test_tokens_of_one_text_have_one_entry():
         (4, {}, {"b": -2.0}),
     ):
         delta = Delta("", [token], [TokenLogprob(token, best[token], most)])
-        shown = choices.TextChoice(0, choices.Names(Alike()), True).render(delta)["logprobs"]
+        choice = choices.TextChoice(0, choices.Names(Alike()), True)
+        choice.add(delta)
+        shown = json.loads("".join(choice.take(whole=True)))["logprobs"]
         assert shown["top_logprobs"] == [expected]
         assert shown["token_logprobs"] == [expected[shown["tokens"][0]]]
 

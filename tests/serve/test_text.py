@@ -40,6 +40,37 @@ def test_a_token_without_text_waits_or_is_left_out(count):
     assert shown == [""] * (count + 3) + ["🌶", "b"]
 
 
+class Mixed(Bytes):
+    """Token 1 is a comma, and the first byte of the character that tokens 2 and 3 end."""
+
+    def decode(self, tokens):
+        return b"".join([b"a", b",\xe2", b"\x82", b"\xac"][token] for token in tokens).decode(
+            errors="replace"
+        )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [([1], ","), ([1, 2], ","), ([1, 2, 3], ",€"), ([0, 1, 0, 1, 2], "a,\ufffda,")],
+)
+@pytest.mark.parametrize("prompt", [[0], [1]])
+def test_text_before_a_part_of_a_character(prompt, tokens, text):
+    """It waits with it, and is not lost if that was the end, by whatever."""
+    for ends in ((), (3,)):
+        request = Request(prompt, len(tokens), temperature=0)
+        sequence = Sequence(request, Mixed())
+        deltas = [sequence.add(token, None, ends) for token in tokens]
+        expected = "stop" if 3 in tokens and ends else "length"
+        assert deltas[-1].finish_reason == expected
+        wanted = text if expected == "length" else text.rstrip("€")
+        assert "".join(delta.text for delta in deltas) == wanted
+    sequence = Sequence(Request(prompt, 20, temperature=0, stop=[",a"]), Mixed())
+    text_so_far = "".join(sequence.add(token, None, ()).text for token in tokens)
+    assert text_so_far + sequence.rest() == text
+    sequence = Sequence(Request(prompt, len(tokens), temperature=0, stop=[","]), Mixed())
+    assert "".join(sequence.add(token, None, ()).text for token in tokens) == text.partition(",")[0]
+
+
 def test_what_is_no_text_does_not_wait_for_ever():
     shown = pieces(Bytes(), [0], [0x80] * 100 + [*b"ab"])
     assert "".join(shown) == "\ufffd" * 100 + "ab"

@@ -140,6 +140,7 @@ def metadata(device, new, seen, blocks):
             query_start_loc=offsets,
             seq_lens=torch.tensor(seen, dtype=torch.int32, device=device),
             state_indices_tensor=torch.tensor(blocks, dtype=torch.int32, device=device),
+            num_prefills=sum(count > 1 for count in new),
         )
     }
     yield
@@ -185,6 +186,22 @@ def test_requests_of_many_calls(layers, device, dtype, state, options):
         error = (y - expected).float().norm() / expected.float().norm()
         assert error < NEAR[dtype] * (2 if state == "bfloat16" else 1), (n, error)
     assert all(s[[1, 3, 5]].isnan().all() for s in pair.layer.kv_cache)
+
+
+@torch.no_grad()
+def test_decoding_with_a_request_that_starts_and_padding(layers, device):
+    """One goes on, one starts in a block full of NaN with one token, and two have no token."""
+    pair = Pair(layers, device, torch.float32, use_short_conv=True)
+    xs = [torch.randn(T, 128, device=device) for T in (10, 1)]
+    run(pair, xs[:1], [9], [9], [3])
+    before = [state[0].clone() for state in pair.layer.kv_cache]
+    with metadata(device, [1, 1, 0, 0], [10, 1, 0, 0], [3, 1, 0, 0]):
+        y = pair.layer(torch.cat([xs[0][9:], xs[1], torch.full((2, 128), 7.0, device=device)]))
+    for row, x in enumerate(xs):
+        expected = pair.module(x.unsqueeze(0))[0][0, -1]
+        torch.testing.assert_close(y[row], expected, atol=1e-4, rtol=1e-4)
+    for state, old in zip(pair.layer.kv_cache, before, strict=True):
+        torch.testing.assert_close(state[0], old, equal_nan=True, atol=0, rtol=0)
 
 
 @torch.no_grad()

@@ -156,6 +156,10 @@ def test_int8(tmp_path):
     with engine(tmp_path) as llm:
         tokens, _ = greedy(llm, prompts)
     assert max(short_of_best(model, prompts, tokens)) < 2e-2
+    unknown = "model.layers.0.mlp.down_proj.input_scale"
+    save_file(tensors | {unknown: torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"expected no '{unknown}'"), engine(tmp_path):
+        pass
 
 
 RANKS = """

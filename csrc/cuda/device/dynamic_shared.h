@@ -9,6 +9,9 @@
 
 namespace gla_ext::cuda {
 
+// Bytes that a block may have on every GPU since 8.0; 8.0 itself has 163 KiB, 9.0 and 10.0 227.
+constexpr size_t kSharedOfEveryGpu = 99 << 10;
+
 // Whether a multiprocessor can hold `blocks` blocks with `bytes` of shared memory each.
 constexpr bool fits_multiprocessor(size_t blocks, size_t bytes) {
   constexpr size_t kSharedMemory = 228 << 10, kReserved = 1 << 10;  // kReserved: of each block

@@ -9,7 +9,6 @@ import time
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gla_ext.serve.http.fields import RefusedError
@@ -87,6 +86,6 @@ class Key:
                 refused = RefusedError(401, message, "invalid_api_key")
                 Entry.of(scope).note = message
                 headers = {"WWW-Authenticate": "Bearer"}
-                await JSONResponse(refused.body(), 401, headers)(scope, receive, send)
+                await refused.response(headers)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

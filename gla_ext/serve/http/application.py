@@ -6,12 +6,14 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -30,15 +32,16 @@ from gla_ext.serve.http.choices import ChatChoice, Echo, Names, TextChoice
 from gla_ext.serve.http.fields import RefusedError, short
 from gla_ext.serve.http.protocol import Completion
 from gla_ext.serve.http.reply import Reply
-from gla_ext.serve.request import Request
 from gla_ext.serve.sequence import Sequence
 from gla_ext.serve.text import chat_tokens
 from gla_ext.serve.worker import Worker
 
 PAGE = Path(__file__).with_name("page.html")
 MOST_REFUSED = 1 << 26  # bytes; a client that is still sending does not see an error reply
+MOST_BODIES = 16  # of the largest size, that are being read
+MOST_KEPT = 1 << 24  # log-probabilities of all replies under way
 Form = type[TextChoice] | type[ChatChoice]
-LONG_TEXT = 4096  # characters of a text that is encoded in a thread
+LONG_TEXT = 4096  # characters of a text that is read in a thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Application:
         self._worker = Worker(engine, self._deliver)
         self._inboxes: dict[Sequence, asyncio.Queue] = {}
         self._encoding = asyncio.Lock()
+        self._bodies = 0  # bytes of requests that are not submitted yet
+        self._kept = 0  # log-probabilities that all replies under way may have
         self._statuses: Counter[int] = Counter()
         self._started = int(time.time())
 
@@ -130,31 +135,68 @@ class Application:
 
     async def completions(self, request: HTTPRequest) -> Response:
         """POST /v1/completions."""
-        body = await self._read_body(request)
-        asked = protocol.read(body, self.options.name)
-        prompts = [await self._tokens(prompt) for prompt in asked.prompts]
-        most, count = self.engine.limits.prompt_tokens, sum(map(len, prompts)) * asked.n
-        if asked.is_scored and count > most:
-            message = f"expected at most {most} tokens of all prompts with echo and logprobs, got "
-            raise RefusedError(400, f"{message}{count}")
-        return self._reply(asked, prompts, TextChoice)
+        async with self._body(request) as body:
+            asked = await _called(len(body), protocol.read, body, self.options.name)
+            self._check_room(len(asked.prompts) * asked.n)
+            prompts = [await self._tokens(prompt) for prompt in asked.prompts]
+            return self._reply(asked, prompts, TextChoice)
 
     async def chat(self, request: HTTPRequest) -> Response:
         """POST /v1/chat/completions."""
-        asked, messages = protocol.read_chat(await self._read_body(request), self.options.name)
-        tokenizer = self.engine.tokenizer
+        async with self._body(request) as body:
+            name = self.options.name
+            asked, messages = await _called(len(body), protocol.read_chat, body, name)
+            self._check_room(asked.n)
+            tokenizer = self.engine.tokenizer
+            try:
+                async with self._encoding:
+                    tokens = await asyncio.to_thread(chat_tokens, tokenizer, messages)
+            except ValueError as error:
+                raise RefusedError(400, str(error), None, "messages") from error
+            options = {"max_new_tokens": self.engine.limits.new_tokens} | asked.options
+            end = getattr(tokenizer, "eos_token_id", None)  # a turn's, perhaps not the model's
+            options["end_tokens"] = () if end is None else (end,)
+            return self._reply(dataclasses.replace(asked, options=options), [tokens], ChatChoice)
+
+    @contextlib.asynccontextmanager
+    async def _body(self, request: HTTPRequest, sequences: int = 1) -> AsyncIterator[bytearray]:
+        """The body of a request for at least so many sequences. It is not kept if there is no room
+        for them, or beside other bodies.
+        """
+        body, refused = bytearray(), None
+        most = self.options.body_bytes
         try:
-            async with self._encoding:
-                tokens = await asyncio.to_thread(chat_tokens, tokenizer, messages)
-        except ValueError as error:
-            raise RefusedError(400, str(error), None, "messages") from error
-        options = {"max_new_tokens": self.engine.limits.new_tokens} | asked.options
-        end = getattr(tokenizer, "eos_token_id", None)  # a turn's, which the model's need not be
-        options["end_tokens"] = () if end is None else (end,)
-        return self._reply(dataclasses.replace(asked, options=options), [tokens], ChatChoice)
+            if sequences > 0:
+                self._check_room(sequences)
+        except RefusedError as error:
+            refused = error
+        try:
+            size = await self._receive(request, body, most if refused is None else 0)
+            if refused is not None:
+                raise refused
+            if size > most:
+                message = f"expected a body of at most {most} bytes, got {size} or more"
+                raise RefusedError(413, message)
+            if size > len(body):
+                message = (
+                    f"expected at most {MOST_BODIES * most} bytes of bodies that are being read"
+                )
+                raise RefusedError(429, f"{message}, got more", "rate_limit_exceeded")
+            yield body
+        finally:
+            self._bodies -= len(body)
+
+    def _check_room(self, count: int) -> None:
+        with _refusing():
+            self.engine.check_room(count)
 
     def _reply(self, asked: Completion, prompts: list[list[int]], form: Form) -> Reply:
-        sequences = self._submit(asked.requests(prompts))
+        requests = asked.requests(prompts)
+        kept = protocol.most_logprobs(requests, self.engine.limits)
+        self._check_kept(kept)
+        with _refusing():
+            sequences = self._worker.submit(*requests)
+        self._kept += kept
         inbox: asyncio.Queue = asyncio.Queue()
         self._inboxes |= dict.fromkeys(sequences, inbox)
         names, wanted = Names(self.engine.tokenizer), asked.options.get("logprobs") is not None
@@ -164,24 +206,26 @@ class Application:
             if asked.echo:
                 if index % asked.n == 0:  # one for all choices of a prompt
                     prompt, request = asked.prompts[index // asked.n], sequence.request
-                    given = (prompt, request.tokens, request.skip_special_tokens)
+                    text = prompt if isinstance(prompt, str) else None
+                    given = (text, request.tokens, request.skip_special_tokens)
                     echo = Echo(self.engine.tokenizer, *given)
                 choices[sequence] = form(index, names, wanted, echo)
+        asked.prompts.clear()  # the requests have the tokens
         ident = f"{form.ident}-{secrets.token_hex(12)}"
         args = (ident, self.options.name, asked, choices, inbox, self.options.write_seconds)
-        return Reply(*args, self._leave, self._count)
+        return Reply(*args, self._leave, self._count, functools.partial(self._release, kept))
 
-    def _submit(self, requests: list[Request]) -> list[Sequence]:
-        try:
-            return self._worker.submit(*requests)
-        except FullError as error:
-            raise RefusedError(429, str(error), "rate_limit_exceeded") from error
-        except (ChangedError, ClosedError) as error:
-            raise RefusedError(503, str(error)) from error
-        except ValueError as error:
-            too_long = "a prompt of at most" in str(error)
-            code = "context_length_exceeded" if too_long else None
-            raise RefusedError(400, str(error), code) from error
+    def _check_kept(self, kept: int) -> None:
+        """Bounds the memory of replies: each is kept until its client has taken it."""
+        if kept > MOST_KEPT:
+            message = f"expected a reply of at most {MOST_KEPT} log-probabilities, got up to {kept}"
+            raise RefusedError(400, message)
+        if (room := MOST_KEPT - self._kept) < kept:
+            message = f"expected at most {room} more log-probabilities beside other replies, got "
+            raise RefusedError(429, f"{message}{kept}", "rate_limit_exceeded")
+
+    def _release(self, kept: int) -> None:
+        self._kept -= kept
 
     def _count(self, status: int) -> None:
         self._statuses[status] += 1
@@ -191,14 +235,16 @@ class Application:
         self._inboxes.pop(sequence, None)
         self.engine.cancel(sequence)
 
-    async def _read_body(self, request: HTTPRequest) -> bytes:
-        most, body, size = self.options.body_bytes, bytearray(), 0
+    async def _receive(self, request: HTTPRequest, body: bytearray, most: int) -> int:
+        """Receives a body, of which `body` gets what may be kept; returns its size."""
+        size, most_of_all = 0, MOST_BODIES * self.options.body_bytes
         try:
             async with asyncio.timeout(self.options.read_seconds):
                 async for block in request.stream():
                     size += len(block)
-                    if size <= most:
+                    if size <= most and self._bodies + len(block) <= most_of_all:
                         body += block
+                        self._bodies += len(block)
                     elif size > MOST_REFUSED:
                         break
         except TimeoutError as error:
@@ -206,9 +252,7 @@ class Application:
             raise RefusedError(408, f"expected a body within {seconds:g} s") from error
         except ClientDisconnect as error:
             raise RefusedError(400, "the client left before its body had come") from error
-        if size > most:
-            raise RefusedError(413, f"expected a body of at most {most} bytes, got {size} or more")
-        return bytes(body)
+        return size
 
     async def _tokens(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
@@ -217,13 +261,12 @@ class Application:
         if tokenizer is None:
             raise RefusedError(400, "expected a prompt of tokens: no tokenizer is there")
         async with self._encoding:  # tokenizers are not documented to be thread-safe
-            if len(prompt) < LONG_TEXT:
-                return tokenizer.encode(prompt)
-            return await asyncio.to_thread(tokenizer.encode, prompt)
+            return await _called(len(prompt), tokenizer.encode, prompt)
 
     async def refresh(self, request: HTTPRequest) -> Response:
         """POST /v1/refresh."""
-        keep_running = protocol.read_refresh(await self._read_body(request))
+        async with self._body(request, 0) as body:
+            keep_running = protocol.read_refresh(body)
         self._check_engine()
         try:
             await asyncio.to_thread(self.engine.refresh, keep_running)
@@ -276,6 +319,8 @@ class Application:
                 "checkpoints": len(prefixes),
                 "checkpoint_bytes": prefixes.nbytes,
                 "open_replies": len(self._inboxes),
+                "body_bytes": self._bodies,
+                "reply_logprobs": self._kept,
             }
         )
         lines = ["# TYPE gla_ext_completion_responses_total counter"]
@@ -288,12 +333,30 @@ class Application:
         self._count(error.status)
         Entry.of(request.scope).note = ascii(str(error))
         headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-        return JSONResponse(error.body(), error.status, headers)
+        return error.response(headers)
 
     async def _refuse_route(self, request: HTTPRequest, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"[:200]
         if error.status_code == 404:
             paths = (route.path.replace("{name:path}", "NAME") for route in request.app.routes)
             message = f"expected a path among {', '.join(paths)}, got {short(request.url.path)}"
-        refused = RefusedError(error.status_code, message)
-        return JSONResponse(refused.body(), error.status_code, error.headers)
+        return RefusedError(error.status_code, message).response(error.headers)
+
+
+async def _called(size: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function that reads a text of this size; other replies do not wait for a long one."""
+    return await asyncio.to_thread(function, *args) if size >= LONG_TEXT else function(*args)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Turns the engine's errors into replies."""
+    try:
+        yield
+    except FullError as error:
+        raise RefusedError(429, str(error), "rate_limit_exceeded") from error
+    except (ChangedError, ClosedError) as error:
+        raise RefusedError(503, str(error)) from error
+    except ValueError as error:
+        code = "context_length_exceeded" if "a prompt of at most" in str(error) else None
+        raise RefusedError(400, str(error), code) from error

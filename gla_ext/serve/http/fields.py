@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any
+
+from starlette.responses import Response
 
 from gla_ext.decode.sampling import is_int
 
@@ -22,11 +24,15 @@ class RefusedError(ValueError):
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> str:
+        """JSON, in ASCII: what is refused may not be text."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        return json.dumps({"error": error})
+
+    def response(self, headers: Mapping[str, str] | None = None) -> Response:
+        return Response(self.body(), self.status, headers, "application/json")
 
 
 Check = tuple[Callable[[Any], bool], str]  # whether a value is right, and what is expected
@@ -48,7 +54,7 @@ def _is_stop(value: Any) -> bool:
 
 
 def _is_bias(value: Any) -> bool:
-    names = isinstance(value, dict) and all(re.fullmatch(r"\d{1,18}", name) for name in value)
+    names = isinstance(value, dict) and all(re.fullmatch(r"[0-9]{1,18}", name) for name in value)
     return names and all(map(_is_number, value.values()))
 
 

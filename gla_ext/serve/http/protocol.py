@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
 from gla_ext.decode.sampling import is_int
 from gla_ext.serve.http.fields import BOOL, CHAT, COMPLETION, RefusedError, read_object, short
-from gla_ext.serve.request import Request
+from gla_ext.serve.request import Limits, Request
 
 ROLES = ("system", "user", "assistant")  # whose messages every chat template knows
 MOST_PROMPTS = 256  # limit of prompts times n in a request
@@ -27,26 +28,33 @@ class Completion:
     options: dict[str, Any]
     echo: bool = False
 
-    @property
-    def is_scored(self) -> bool:
-        """Whether log-probabilities of the prompts are wanted."""
-        return self.options.get("prompt_logprobs") is not None
-
     def requests(self, prompts: Sequence[Sequence[int]]) -> list[Request]:
         """The requests for the engine, from the prompts' tokens; raises RefusedError for options
         out of range.
         """
         found = []
         for tokens in prompts:
+            shared = array("q", tokens)
             for number in range(self.n):
                 options, seed = dict(self.options), self.options.get("seed")
                 if seed is not None:
                     options["seed"] = (seed + number) % 2**63 if number else seed
                 try:
-                    found.append(Request(tokens, **options))
+                    found.append(Request(shared, **options))
                 except (TypeError, ValueError) as error:
                     raise RefusedError(400, str(error)) from error
         return found
+
+
+def most_logprobs(requests: Sequence[Request], limits: Limits) -> int:
+    """The most log-probabilities that the reply may have within the limits."""
+    found = 0
+    for x in requests:
+        if x.logprobs is not None:
+            found += min(x.max_new_tokens, limits.new_tokens) * (1 + x.logprobs)
+        if x.prompt_logprobs is not None:
+            found += min(len(x.tokens), limits.prompt_tokens) * (1 + x.prompt_logprobs)
+    return found
 
 
 def read(body: bytes, model: str) -> Completion:
@@ -175,10 +183,11 @@ def _read_prompts(given: Any) -> list[str | list[int]]:
 
 
 def check_text(text: str, name: str) -> None:
-    # JSON strings may hold surrogates that are not text.
-    if any("\ud800" <= x <= "\udfff" for x in text):
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
         message = f"expected {name} to be Unicode text, got lone surrogates"
-        raise RefusedError(400, message, None, name)
+        raise RefusedError(400, message, None, name) from error
 
 
 def _is_tokens(value: Any) -> bool:

@@ -1,20 +1,26 @@
-"""A reply as an ASGI response, whole or as server-sent events; it ends if the client leaves."""
+"""A reply as an ASGI response, whole or as server-sent events; it ends if the client leaves.
+
+JSON is made block by block while the client takes it, so that a long one takes no memory as a whole
+and stops no other reply.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gla_ext.serve.http.access import Entry
-from gla_ext.serve.http.choices import ChatChoice, TextChoice, head, usage_of
+from gla_ext.serve.http.choices import Choice, dumps, head, usage_of
 from gla_ext.serve.http.fields import RefusedError
 from gla_ext.serve.http.protocol import Completion
 from gla_ext.serve.sequence import Sequence
+
+BLOCK = 1 << 16  # characters of a reply that are made and sent at a time
 
 
 class Reply(Response):
@@ -27,6 +33,7 @@ class Reply(Response):
         write_seconds: time limit for the client to receive the data that is sent to it.
         leave: called with each unfinished sequence if the client leaves.
         began: called with the status when the reply begins. An error before that is raised.
+        ended: called when nothing is kept any more.
     """
 
     def __init__(
@@ -34,24 +41,23 @@ class Reply(Response):
         ident: str,
         model: str,
         asked: Completion,
-        choices: dict[Sequence, TextChoice] | dict[Sequence, ChatChoice],
+        choices: dict[Sequence, Choice],
         inbox: asyncio.Queue,
         write_seconds: float,
         leave: Callable[[Sequence], None],
         began: Callable[[int], None],
+        ended: Callable[[], None],
     ) -> None:
         super().__init__()
         self._head, self._asked, self._began = head(ident, model), asked, began
-        self._choices, self._inbox = choices, inbox
+        self._choices, self._inbox, self._ended = choices, inbox, ended
         self._write_seconds, self._leave = write_seconds, leave
         self._form = type(next(iter(choices.values())))
         self._going = set(choices)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         entry = Entry.of(scope)
-        answer = (
-            self._stream(send, entry) if self._asked.stream else self._whole(scope, receive, send)
-        )
+        answer = self._stream(send, entry) if self._asked.stream else self._whole(send)
         tasks = [asyncio.ensure_future(answer), asyncio.ensure_future(_left(receive))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -69,62 +75,82 @@ class Reply(Response):
                 task.cancel()
             for sequence in self._going:
                 self._leave(sequence)
+            self._ended()
 
-    async def _next(self) -> tuple[list[dict[str, Any]], RefusedError | None]:
-        """All deltas that have arrived, as choices, and the error after them or None."""
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function, in a thread if it may take long: prompts that are echoed are decoded
+        token by token.
+        """
+        return await asyncio.to_thread(function, *args) if self._asked.echo else function(*args)
+
+    async def _next(self) -> tuple[list[Choice], RefusedError | None]:
+        """Adds all deltas that have arrived. Returns their choices, and the error after them or
+        None.
+        """
         items = [await self._inbox.get()]
         while not self._inbox.empty():
             items.append(self._inbox.get_nowait())
-        found = []
+        found: dict[Choice, None] = {}
         for sequence, delta in items:
             if delta.finish_reason is not None:
                 self._going.discard(sequence)
             if delta.finish_reason in ("error", "cancelled"):
-                return found, RefusedError(500, delta.error or "the engine has failed")
-            render = self._choices[sequence].render
-            # A prompt may be long, and its tokens are decoded one by one.
-            echoes = self._asked.echo
-            found.append(await asyncio.to_thread(render, delta) if echoes else render(delta))
-        return found, None
+                return [*found], RefusedError(500, delta.error or "the engine has failed")
+            choice = self._choices[sequence]
+            try:
+                await self._call(choice.add, delta)
+            except Exception as error:  # a tokenizer may know fewer tokens than a prompt has
+                return [*found], RefusedError(500, f"the tokenizer failed with {error!r}")
+            found[choice] = None
+        return [*found], None
 
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        came: dict[int, list[dict[str, Any]]] = {n: [] for n in range(len(self._choices))}
+    async def _whole(self, send: Send) -> None:
         while self._going:
-            found, failed = await self._next()
+            _, failed = await self._next()
             if failed is not None:
                 raise failed
-            for choice in found:
-                came[choice["index"]].append(choice)
-        choices = [self._form.merged(found) for found in came.values()]
-        whole = {"object": self._form.whole, "choices": choices, "usage": self._usage()}
-        response = JSONResponse(self._head | whole)
+        opening = self._opening(object=self._form.whole, usage=self._usage())
+        blocks = _blocks(_json(opening, self._choices.values(), whole=True))
+        ready = [await self._call(next, blocks, b"") for _ in range(2)]
+        headers = [(b"content-type", b"application/json")]
+        if not ready[1]:
+            headers.append((b"content-length", b"%d" % len(ready[0])))
         self._began(200)
-        await response(scope, receive, send)
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send(send, itertools.chain(ready, blocks))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _stream(self, send: Send, entry: Entry) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         self._began(200)
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         counts = self._asked.include_usage
-        head = self._head | {"object": self._form.piece} | ({"usage": None} if counts else {})
+        kind = self._form.piece
+        opening = self._opening(object=kind, **({"usage": None} if counts else {}))
         failed = None
         while self._going and failed is None:
             choices, failed = await self._next()
-            events = [head | {"choices": [choice]} for choice in choices]
+            events = [_json(opening, [choice], whole=False) for choice in choices]
             if failed is not None:
                 entry.note = str(failed)
-                events.append(failed.body())
+                events.append([failed.body()])
             elif not self._going and counts:
-                events.append(head | {"choices": [], "usage": self._usage()})
-            await self._send(send, *map(json.dumps, events))
-        await self._send(send, "[DONE]")
+                events.append([self._opening(object=kind, usage=self._usage()), "]}"])
+            if failed is not None or not self._going:
+                events.append(["[DONE]"])
+            pieces = (piece for event in events for piece in ("data: ", *event, "\n\n"))
+            await self._send(send, _blocks(pieces))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send, *events: str) -> None:
-        """Sends events; raises TimeoutError if the client does not receive them in time."""
-        body = "".join(f"data: {event}\n\n" for event in events).encode()
-        async with asyncio.timeout(self._write_seconds):
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+    def _opening(self, **fields: Any) -> str:
+        """The JSON of a reply or an event up to its choices."""
+        return f'{dumps(self._head | fields)[:-1]},"choices":['
+
+    async def _send(self, send: Send, blocks: Iterator[bytes]) -> None:
+        """Makes and sends blocks; raises TimeoutError if the client does not take one in time."""
+        while block := await self._call(next, blocks, b""):
+            async with asyncio.timeout(self._write_seconds):
+                await send({"type": "http.response.body", "body": block, "more_body": True})
 
     def _usage(self) -> dict[str, Any]:
         # A prompt counts once, however many choices it has.
@@ -141,3 +167,25 @@ async def _left(receive: Receive) -> None:
     """Returns when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _json(opening: str, choices: Iterable[Choice], whole: bool) -> Iterator[str]:
+    """Pieces of the JSON of a reply or an event."""
+    for choice in choices:
+        yield opening
+        yield from choice.take(whole)
+        opening = ","
+    yield "]}"
+
+
+def _blocks(pieces: Iterable[str]) -> Iterator[bytes]:
+    """The pieces in blocks of at least `BLOCK` characters, but for the last."""
+    held, size = [], 0
+    for piece in pieces:
+        held.append(piece)
+        size += len(piece)
+        if size >= BLOCK:
+            yield "".join(held).encode()
+            held, size = [], 0
+    if held:
+        yield "".join(held).encode()

@@ -16,25 +16,33 @@ BLOCK, LOGITS = 15, 7
 
 
 def choose(
-    model: nn.Module, bf16: bool, tokens: int, memory: int, ranks: dict[str, int]
+    model: nn.Module,
+    bf16: bool,
+    tokens: int,
+    memory: int,
+    ranks: dict[str, int],
+    accumulates: bool = False,
 ) -> tuple[str, str]:
     """Of the kinds of `--parallel` the first that fits, else the last; and the reason in words.
 
     A replica takes, for each parameter, 4 bytes of weight, 4 of gradient and 8 of the optimizer, in
     bf16 also 2 of the weight that products take. Shards take the 16 bytes once in all, and each
-    rank the gathered weight that products take.
+    rank the gathered weight that products take; but before the last of several passes, gradients
+    are whole on every rank.
 
     Args:
         bf16: whether products are in bf16.
         tokens: that pass through a rank's model at once.
         memory: bytes of a rank.
         ranks: over how many ranks each kind cuts the weights.
+        accumulates: whether an update has several passes. Default: False.
     """
     size, config, parameters = 2 if bf16 else 4, model.config, count_parameters(model)
     channels = config.num_hidden_layers * config.hidden_size
     activations = size * tokens * (BLOCK * channels + LOGITS * config.vocab_size)
     taken = {
-        kind: parameters * (16 / count + size * (bf16 or count > 1))
+        kind: parameters
+        * (12 / count + 4 / (1 if accumulates else count) + size * (bf16 or count > 1))
         for kind, count in ranks.items()
     }
     there = SHARE * memory

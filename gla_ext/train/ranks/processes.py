@@ -186,7 +186,8 @@ class Processes(Parallel):
             del ranks["hybrid"]
         tokens = settings.batch_size * settings.seq_len // self.size
         memory = memory_of(self.device, self.local_size)
-        return choose(model, settings.dtype == "bfloat16", tokens, memory, ranks)
+        bf16, accumulates = settings.dtype == "bfloat16", settings.passes > 1
+        return choose(model, bf16, tokens, memory, ranks, accumulates)
 
 
 @contextlib.contextmanager
