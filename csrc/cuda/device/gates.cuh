@@ -224,10 +224,11 @@ struct Column {
 };
 
 // Loads tier 1's operands q^ = q 2^(b - r) and k^ = k 2^(r - b) of kColumns channels, starting at
-// `first`.
+// `first`. Past alone, r = 0.
 template <Access kAccess, class Op, class In, int kColumns>
 __device__ __forceinline__ void load_tier1_operands(Op* s_q, Op* s_k, const Problem& p,
-                                                    const Chunk& chunk, int first) {
+                                                    const Chunk& chunk, int first,
+                                                    bool past_alone = false) {
   const float* b = rows_at<const float>(p.b, chunk);
   TileRows<kAccess, In, kColumns> r_q, r_k;
   TileRows<kAccess, float, kColumns> r_b;
@@ -243,7 +244,7 @@ __device__ __forceinline__ void load_tier1_operands(Op* s_q, Op* s_k, const Prob
     float q_hat[8], k_hat[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float r = p.past_alone ? 0.f : reference_of(b_last[i]);
+      const float r = past_alone ? 0.f : reference_of(b_last[i]);
       const float e = row < chunk.length ? r_b.x[pass][i] - r : 0.f;
       q_hat[i] = r_q.x[pass][i] * exp2_ftz(e);
       k_hat[i] = r_k.x[pass][i] * exp2_ftz(-e);

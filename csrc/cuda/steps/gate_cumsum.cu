@@ -119,8 +119,9 @@ __global__ void __launch_bounds__(kScanThreads) gate_cumsum(Problem p) {
   }
   store_block<kAccess>(s_x, p.b, chunk, first, p.K);
   if (p.tiers != nullptr) {
-    const int from_here = p.past_alone ? static_cast<int>(kChunk) - token : kChunk;
-    const int rows = __syncthreads_or(out) ? largest_of_block(out ? from_here : 0) : 0;
+    int rows = __syncthreads_or(out) ? kChunk : 0;
+    if (p.past_alone && rows > 0)
+      rows = largest_of_block(out ? static_cast<int>(kChunk) - token : 0);
     if (token == 0) p.tiers[chunk.entry * kMaxTierBlocks + block] = static_cast<uint8_t>(rows);
   }
   if (p.b_suffix.data == nullptr) return;

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Operand<In>) == 2 ? 3 : 2)
   clear(acc);
   for (int first = 0; first < p.K; first += kTile) {
     if (first > 0) __syncthreads();  // the tiles of the previous product are read
-    load_tier1_operands<kAccess, Op, In, kTile>(s_q, s_k, p, chunk, first);
+    load_tier1_operands<kAccess, Op, In, kTile>(s_q, s_k, p, chunk, first, p.past_alone);
     __syncthreads();  // the tiles are written
     product<Stored::kAsIs, Stored::kTransposed, kPitchX, kPitchX>(
         acc, s_q + warp.m * kPitchX, s_k + warp.n * kPitchX, kTile, takes_tf32<In>(p));

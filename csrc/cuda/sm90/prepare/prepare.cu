@@ -189,7 +189,7 @@ __device__ __forceinline__ OutOfRange gate_rows(Rows128<Gate>& s,
     pair_at(factors[kSum], pair.channel) = last;
   }
   OutOfRange out{0, strong_x || strong_y};
-  if (out.channels) out.rows = 1;  // sums of the last row may round otherwise
+  if (out.channels) out.rows = 1;  // b of the last row, summed in another order, may be in range
 #pragma unroll
   for (int i = 0; i < kSubChunk; ++i) {
     b = b + to_log2(gates[i]);

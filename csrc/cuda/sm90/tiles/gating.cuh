@@ -214,7 +214,8 @@ struct Gating {
     const float2* references = chunk.references + 64 * tile + first;
     const Fragments fragments;
     const Operand tile_q = chunk.q[tile], tile_k = chunk.k[tile];
-    if constexpr (kPastAlone) keep_keys_of_state(chunk.g[tile], tile_k, references, b);
+    constexpr bool kApart = kPastAlone && kQueries;  // keys of A are not those of the state
+    if constexpr (kApart) keep_keys_of_state(chunk.g[tile], tile_k, references, b);
     bool out[2] = {};          // whether rows `row` and `row` + 8 are out of range
     constexpr int kBatch = 2;  // groups of 16 channels that are in flight at once
 #pragma unroll
@@ -231,8 +232,7 @@ struct Gating {
         for (int x = 0; x < 4; ++x) {
           const int j = 2 * (batch + i) + x / 2, at = 4 * j + x % 2 * 2;
           float4 r = make_float4(0.f, 0.f, 0.f, 0.f);
-          if constexpr (!kPastAlone)
-            r = *reinterpret_cast<const float4*>(references + 8 * j + 2 * t);
+          if constexpr (!kApart) r = *reinterpret_cast<const float4*>(references + 8 * j + 2 * t);
           const float e0 = b[at] * kLog2E - r.x, e1 = b[at + 1] * kLog2E - r.z;
           const float2 k_pair = unpack(k[i][x]);
           if constexpr (kQueries) {
@@ -247,7 +247,7 @@ struct Gating {
       }
     }
     if (out[0] || out[1]) *chunk.strong = 1;
-    if constexpr (kPastAlone) note_strong_rows(chunk, out[0], out[1]);
+    if constexpr (kApart) note_strong_rows(chunk, out[0], out[1]);
   }
 };
 
