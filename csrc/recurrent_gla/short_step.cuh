@@ -308,9 +308,8 @@ __global__ void __launch_bounds__(Tile::kThreads, count_short_blocks<Tile>())
 inline bool takes_short_step(const Recurrence& p) {
   const int64_t columns = p.state_v_first ? p.K : p.V;
   return p.T == 1 && p.cu_seqlens.data == nullptr && p.accepted.data == nullptr &&
-         p.q.data != nullptr && p.least_tokens <= 1 && p.most_tokens >= 1 &&
-         p.state_aligned && columns % 8 == 0 &&
-         p.state_stride_n % 8 == 0 && p.state_stride_h % 8 == 0;
+         p.q.data != nullptr && p.least_tokens <= 1 && p.most_tokens >= 1 && p.state_aligned &&
+         columns % 8 == 0 && p.state_stride_n % 8 == 0 && p.state_stride_h % 8 == 0;
 }
 
 template <class State, class Tile, bool kValueGates>
