@@ -7,5 +7,7 @@ import os
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# And Python does where a process starts: gla_ext is the one installed, not the source in this folder.
+os.environ["PYTHONSAFEPATH"] = "1"
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*"]

@@ -50,8 +50,7 @@ def test_completions(port, tmp_path):
     command += ["--served-model-name", "bytes", "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    # In another folder than this source, which `-m` would import in place of what is installed.
-    server = subprocess.Popen(command, env=environment, cwd=tmp_path)
+    server = subprocess.Popen(command, env=environment)
     prompts = ["d", "def f(x):\n    return", "ä" * 100]
     try:
         wait_for(port, server)
