@@ -37,12 +37,13 @@ def on_page_markdown(markdown: str, *, page, **_) -> str:
 
 
 def readme(docs: Path) -> dict[str, str]:
-    """The sections of README.md; their links to files lead to the pages that these files are."""
+    """The sections of README.md; links to files lead to the pages that these files are, if any."""
     pages = {page.resolve(): str(page.relative_to(docs)) for page in docs.rglob("*.md")}
     root = docs.parent
 
     def link(m: re.Match) -> str:
-        return m[0].replace(m[2], pages[root / m[2]])
+        page = pages.get(root / m[2])
+        return m[0].replace(m[2], page) if page else m[1]
 
     text = (root / "README.md").read_text()
     return {m[1]: LINK.sub(link, m[2]) for m in SECTION.finditer(text)}

@@ -1,6 +1,6 @@
 // The linear maps of a decoded token: their arguments, and the same maps composed of other
 // operators. The latter run on CPU, and on CUDA for calls that the kernels cannot run.
-// docs/operators.md defines what each map computes.
+// csrc/decode/README.md defines what each map computes.
 #pragma once
 
 #include <torch/library.h>

@@ -14,15 +14,15 @@ _WORDS = ("has other members", "replaced", "changed", "moved", "written")
 class ChangedError(RuntimeError):
     """The model has changed since the stored states were computed.
 
-    Noticed are modules, parameters and buffers that were replaced, moved or written by an operator,
-    and attributes of modules that are bools, strings, or lists of strings: for example train mode,
-    or an adapter that is disabled, merged, or replaced.
+    gla_ext notices modules, parameters and buffers that were replaced, moved or written by an
+    operator, and changed attributes of modules that are bools, strings, or lists of strings: for
+    example train mode, or an adapter that is disabled, merged, or replaced.
 
-    Not noticed are writes through `.data`, by torch's fused optimizers (`AdamW(fused=True)`, the
+    It does not notice writes through `.data`, by torch's fused optimizers (`AdamW(fused=True)`, the
     default of transformers' Trainer; `gla_ext.train`'s optimizer is noticed), by replays of CUDA
-    graphs, by kernels that torch does not know, or to inference tensors. Also not noticed are
-    changes of other attributes, such as `gate_logit_normalizer` or the scale of an adapter, of
-    hooks, and of classes.
+    graphs, by kernels that torch does not know, or to inference tensors. Nor does it notice changes
+    of other attributes, such as `gate_logit_normalizer` or the scale of an adapter, of hooks, and
+    of classes.
     """
 
 

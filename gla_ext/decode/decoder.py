@@ -31,8 +31,8 @@ class Decoder:
 
     With more than 32 rows on a CUDA device a step reads the recurrent states and keeps its token
     beside them; it writes a state only once in 16 tokens. These tokens take memory: see "Tokens
-    beside the states" on the page on serving. Not so in batch-invariant mode, under autocast, and
-    for heads of more than 512 keys.
+    beside the states" on the page on serving. In batch-invariant mode, under autocast, and for
+    heads of more than 512 keys, every step writes the states.
 
         decoder = Decoder(model, batch_size=2, temperature=0.8, top_k=50)
         first = decoder.prefill([[1, 5, 7], [1, 9]])  # [2], the first token of each
@@ -148,12 +148,12 @@ class Decoder:
             int64 `[N]`, the tokens.
 
         Raises:
-                ChangedError: if it notices that the model has changed since the first prompt or
-                    graph, or since `refresh`.
-                ValueError: for rows that are not distinct or do not exist, if there are not as many
-                    prompts, or for rows that with keep have had no prompt.
+            ChangedError: if it notices that the model has changed since the first prompt or graph,
+                or since `refresh`.
+            ValueError: for rows that are not distinct or do not exist, another number of prompts,
+                or, with keep, rows that have had no prompt.
 
-            Invalid prompts and segment_tokens raise the errors of `generate`.
+        Invalid prompts and segment_tokens raise the errors of `generate`.
         """
         check_segment_tokens(segment_tokens)
         if self._stamp is not None:

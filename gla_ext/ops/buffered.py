@@ -32,23 +32,23 @@ def recurrent_gla_buffered_step_(
 ) -> Tensor:
     """`recurrent_gla_step_` that writes a state only once in several tokens.
 
-    Each slot has a state and a buffer of its newest tokens, at most L, which the state does not
-    hold yet. With n = `count[slot]` tokens in it, a step of T tokens reads the state, and
+    Each slot has a state and a buffer of at most L newest tokens, which the state does not hold
+    yet. If n = `count[slot]` tokens are in it, a step of T tokens reads the state, and
 
         1. if n + T > L, folds these n tokens into the state, rounds and writes it, and goes on with
            n = 0;
         2. writes the new k, v and gk to places n, .., n + T - 1 of the buffer;
         3. returns the o that `recurrent_gla_step_` would return, up to rounding in fp32.
 
-    Most steps so read a state and write a token, half the bytes of `recurrent_gla_step_`, and a
-    state in 16 bits is rounded once for at most L tokens. On a buffer of 16 tokens a state is
-    written every 16th step. All of one call may be drafts: the caller then counts the accepted ones
-    alone, `(0 if n + T > L else n) + accepted`, and those not accepted are written over. count is
-    read, never written, so that all layers share one. To fold what is left,
+    So most steps read a state and write a token, half the bytes of `recurrent_gla_step_`, and a
+    state in 16 bits is rounded once for several tokens: with a buffer of 16, every 16th step writes
+    it. All tokens of a call may be drafts: the caller then counts only the accepted ones,
+    `(0 if n + T > L else n) + accepted`, and later tokens overwrite the others. count is read,
+    never written, so that all layers share one. To fold the tokens that are left, call
 
         recurrent_gla_commit_(buffer_k, buffer_v, buffer_g, state=state, accepted=count)
 
-    after which count is 0. There is no gradient. Works in CUDA graphs.
+    and set count to 0. There is no gradient. Works in CUDA graphs.
 
     Args:
         q, k, v, gk, state, slots, scale, state_v_first: as in `recurrent_gla_step_`, with 1 to L

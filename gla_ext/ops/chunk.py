@@ -131,8 +131,8 @@ def chunk_gla(
         state_v_first: use the layout `[N, H, V, K]` for both states. Default: False.
         cu_seqlens: offsets of packed sequences, `[N + 1]`, int32 or int64, on q's device, with
             B = 1: first 0, non-decreasing, last at most T. Tokens after the last offset give zeros.
-            On CUDA they are not read on the host: with wrong offsets the results are undefined, but
-                no other memory is written.
+            On CUDA the offsets are not read on the host: with wrong ones the results are undefined,
+            but no other memory is written. Default: None.
         cu_seqlens_cpu: the same offsets on the CPU; their contents are checked, in eager mode.
             Default: None.
         gv: natural logarithm of the decay of each value channel (the paper's beta), like g, `[B, T,
@@ -201,7 +201,7 @@ def chunk_gla_step(
 
     It keeps the state after the last multiple of 64 tokens, and k, v and the gates of the tokens
     since then, and computes them as a chunk again, with equal bits: see
-    [Numerics](../numerics.md#a-tokens-past). A token so costs up to a chunk of 64, not one update
+    [Numerics](../numerics.md#a-tokens-past). So a token costs up to a chunk of 64, not one update
     of the state.
 
     Args:

@@ -78,9 +78,7 @@ def chunk_gla_(
             each sequence; packed sequences have no default.
         out: tensor for o, as in `recurrent_gla_step_`. On CUDA the kernels write to it directly if
             it is contiguous and starts at a multiple of 16 bytes; otherwise o is copied to it.
-            Default: a new
-            contiguous and starts at a multiple of 16 bytes; another gets a copy. Default: a new
-            tensor.
+            Default: a new tensor.
 
     Returns:
         o, `[B, T, H, V]` in v's dtype, or out.

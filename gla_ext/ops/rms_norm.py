@@ -86,9 +86,9 @@ def rms_norm_residual(
         weight, eps: as in `rms_norm`.
 
     Returns:
-            The norm of the sum in x's dtype, and the sum, rounded as `residual + x` rounds it.
+        The norm of the sum in x's dtype, and the sum, rounded as `residual + x` rounds it.
 
-        Raises the errors of `rms_norm`.
+    Raises the errors of `rms_norm`.
     """
     check_tensors("rms_norm_residual", "x residual weight", x, residual, weight)
     wide = x.dtype

@@ -241,14 +241,14 @@ class Engine:
         On a GPU the next step waits for the work that is now queued on the caller's stream.
 
         Args:
-                keep_running: sequences that have begun continue, from states of the old model. They
-                    store nothing in the prefix cache. Default: False.
+            keep_running: sequences that have begun continue, from states of the old model. They
+                store nothing in the prefix cache. Default: False.
 
-            Raises:
-                ValueError: for a model in train mode. Also for a model on another device, of
-                    another dtype or vocabulary, with another number of layers, or whose prompts can
-                    no longer leave checkpoints in their middle: make another engine for it. Even
-                    then no states of the old model are used for new sequences.
+        Raises:
+            ValueError: for a model in train mode. Also for a model on another device, of another
+                dtype or vocabulary, with another number of layers, or whose prompts can no longer
+                leave checkpoints in their middle: make another engine for it. Even then no states
+                of the old model are used for new sequences.
         """
         with self._as_made():
             self.prefixes.clear()

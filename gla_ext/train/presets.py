@@ -41,15 +41,15 @@ class Settings:
     )
     init_from: str | None = flag(
         None,
-        "folder of the model to start from, of ours or FLA's, or of another run",
+        "folder of the model to start from: of another run, or saved by gla_ext or FLA",
         "initial weights from the seed",
         type=str,
     )
     dtype: str = flag("float32", "of the products, bfloat16 by autocast", choices=list(DTYPES))
-    steps: int = flag(2000, "optimizer steps in all")
+    steps: int = flag(2000, "updates in all")
     batch_size: int = flag(8, "windows that pass at once, in all processes together")
     tokens_per_update: int = flag(
-        0, "tokens a step, in several passes whose gradients are summed", "those of one pass"
+        0, "tokens an update, in several passes whose gradients are summed", "those of one pass"
     )
     seq_len: int = flag(128, "tokens a window")
     hidden_size: int = flag(128, "model width")
@@ -57,16 +57,16 @@ class Settings:
     heads: int = flag(2, "heads a layer")
     use_short_conv: bool = switch(False, "short convolutions on q, k and v")
     segments: int = flag(
-        1, "steps a window: each goes on from the state that the one before ended with"
+        1, "updates a window: each starts from the state at the end of the one before"
     )
-    packed: bool = switch(False, "each document starts from no state")
+    packed: bool = switch(False, "each document starts from an empty state")
     lr: float = flag(3e-3, "peak learning rate")
     min_lr: float = flag(0.0, "learning rate that warm-up begins with and the schedule ends with")
     schedule: str = flag("linear", "how the learning rate falls", choices=SCHEDULES)
-    warmup: int = flag(100, "steps of linear warm-up")
+    warmup: int = flag(100, "updates of linear warm-up")
     warmup_tokens: int = flag(0, "tokens of linear warm-up, in place of --warmup", "none")
     decay: int = flag(
-        0, "steps at the end over which warmup-stable-decay falls", "a tenth of the steps"
+        0, "updates at the end over which warmup-stable-decay falls", "a tenth of the run"
     )
     weight_decay: float = flag(0.1, "weight decay of the matrices")
     betas: list[float] = flag(  # noqa: RUF009
@@ -74,7 +74,7 @@ class Settings:
     )
     grad_clip: float = flag(1.0, "largest gradient norm, 0 for any")
     eval_every: int = flag(
-        0, "steps between evaluations", "a quarter of the steps, 250 at least; GPU: {eval_every}"
+        0, "updates between evaluations", "a quarter of the run, 250 at least; GPU: {eval_every}"
     )
     spike: float = flag(
         3.0, "nats above the mean of the last 100 losses that make an update bad, 0 for any"
@@ -149,30 +149,30 @@ class Options:
     alter numbers, by rounding, and `skip_bad` where a run would stop.
     """
 
-    out: Path = flag(_OUT, "folder for what the run writes, and for no other run meanwhile")  # noqa: RUF009
+    out: Path = flag(_OUT, "folder that the run writes to; no other run may at the same time")  # noqa: RUF009
     resume: bool = switch(
         False,
-        "go on from the checkpoint in --out, with more --steps also after the last",
+        "continue from the checkpoint in --out; after the end of a run, with more --steps",
         action="store_true",
     )
     overwrite: bool = switch(False, "write over an earlier run in --out", action="store_true")
     device: str = flag("auto", "auto takes a GPU if gla_ext has CUDA operators")
     compile: bool = switch(False, "use torch.compile", "no; GPU: yes")
-    cuda_graph: bool = switch(False, "make each step one CUDA graph, on a GPU")
+    cuda_graph: bool = switch(False, "make each update one CUDA graph, on a GPU")
     prompt: str = flag("def ", "text that the sample continues", "'def '")
     sample_bytes: int = flag(400, "longest sample, tokens")
-    save_every: int = flag(200, "steps between checkpoints")
-    save_minutes: float = flag(0.0, "minutes after which there is one all the same, 0 for none")
+    save_every: int = flag(200, "updates between checkpoints")
+    save_minutes: float = flag(0.0, "minutes between checkpoints at most, 0 for any")
     keep: int = flag(1, "checkpoints to keep, the last ones")
-    log_every: int = flag(10, "steps between lines of log.jsonl")
+    log_every: int = flag(10, "updates between lines of log.jsonl")
     log: list[str] = flag(  # noqa: RUF009
-        (), "what else is told of the run", "none", type=str, nargs="+", choices=WATCHERS
+        (), "programs that get the numbers too", "none", type=str, nargs="+", choices=WATCHERS
     )
     evaluate: list[str] = flag(  # noqa: RUF009
         (), "tasks of lm-eval for the result", "none", type=str, nargs="+", metavar="TASK"
     )
     skip_bad: bool = switch(
-        False, "go on after updates whose loss is no number or a spike, which are left out"
+        False, "leave out updates whose loss is not finite or a spike, and continue"
     )
     parallel: str = flag(
         "auto",

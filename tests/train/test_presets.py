@@ -131,7 +131,7 @@ def test_help_has_both_defaults(capsys):
     with pytest.raises(SystemExit):
         command_line().parse_args(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "--steps STEPS optimizer steps in all (default: 2000; GPU: 1200)" in text
+    assert "--steps STEPS updates in all (default: 2000; GPU: 1200)" in text
     assert "--seed SEED seed of weights, batches and sample (default: 0)" in text
 
 
