@@ -17,8 +17,9 @@ ELSEWHERE = {"GLA_EXT_CUDA_ARCHS", "MAX_JOBS", "TRITON_CACHE_DIR"}
 ELSEWHERE |= {"TORCHINDUCTOR_FORCE_DISABLE_CACHES"}
 # Everybody's, no setting of gla_ext.
 NO_SETTINGS = {"PATH"}
-# vLLM's, which its tests set.
+# vLLM's and Python's, which the tests in vLLM set.
 NO_SETTINGS |= {"VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"}
+NO_SETTINGS |= {"PYTHONSAFEPATH"}
 
 
 def read_in_the_code() -> set[str]:
