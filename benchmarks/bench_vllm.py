@@ -36,28 +36,27 @@ class Calls:
         sizes = (H * V * K * 4, CHANNELS * W * 2)
         pages = torch.zeros(2 * B, sum(sizes), dtype=torch.int8, **device)
         states, inputs = pages.split(sizes, 1)
-        self.blocks = states.view(torch.float32).view(-1, H, V, K)
-        self.block_inputs = inputs.view(torch.bfloat16).view(-1, CHANNELS, W)
-        self.alone = self.blocks[::2].clone(), self.block_inputs[::2].clone()
+        states = states.view(torch.float32).view(-1, H, V, K)
+        inputs = inputs.view(torch.bfloat16).view(-1, CHANNELS, W)
+        slots = torch.arange(B, dtype=torch.int32, **device)
+        self.blocks = states, inputs, 2 * slots
+        self.alone = states[::2].clone(), inputs[::2].clone(), slots
         self.rows = {"has_initial_state": torch.ones(B, dtype=torch.bool, **device)}
         rows = (1, T)
         if max(lengths) == 1:
             rows = (B, 1)
         else:
             self.rows["cu_seqlens"] = torch.tensor([0, *lengths], **device).cumsum(0).int()
-        self.slots = torch.arange(0, 2 * B, 2, dtype=torch.int32, **device)
         self.qkv = torch.randn(*rows, CHANNELS, dtype=torch.bfloat16, **device)
         self.g = torch.nn.functional.logsigmoid(torch.randn(*rows, H, K, **device)) / 16
         self.weight = torch.randn(CHANNELS, 1, W, dtype=torch.bfloat16, **device)
 
     def convolve(self, on_blocks: bool = True) -> torch.Tensor:
-        slots = self.slots if on_blocks else self.slots // 2
-        state = self.block_inputs if on_blocks else self.alone[1]
+        _, state, slots = self.blocks if on_blocks else self.alone
         return short_convolution_(self.qkv, self.weight, state=state, slots=slots, **self.rows)
 
     def attend(self, on_blocks: bool = True) -> torch.Tensor:
-        slots = self.slots if on_blocks else self.slots // 2
-        state = self.blocks if on_blocks else self.alone[0]
+        state, _, slots = self.blocks if on_blocks else self.alone
         pool = {"state": state, "state_v_first": True, "slots": slots}
         return chunk_gla_(*self.heads(), self.g, **pool, **self.rows)
 

@@ -109,6 +109,7 @@ class GLALayer(GatedLinearAttention, MambaBase):
         if metadata.num_prefills == 0:  # a token each: as rows of a batch they take a third less
             del rows["cu_seqlens"]
             count = len(rows["slots"])
+            out[count:].zero_()  # rows that fill up a graph of parts of the model
             qkv, g, out = (x[:count].unsqueeze(1) for x in (qkv, g, out))
         else:
             qkv, g, out = (x.unsqueeze(0) for x in (qkv, g, out))

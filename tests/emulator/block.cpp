@@ -15,6 +15,7 @@ void Block::start(Dim index) {
   std::fill(memory_.begin(), memory_.end(), 0xff);  // NaN in every type
   barriers_.clear();
   named = {};
+  waits = releases_early = false;
   const int count = static_cast<int>(launch_.warps());
   warps.clear();
   for (int i = 0; i < count; ++i)

@@ -110,6 +110,7 @@ void Cluster::run(uint64_t first) {
   arrived = 0;
   phase = 0;
   arriving = released = {};
+  waits.clear();
   bulk_copies_.clear();
   std::vector<Warp*> waiting;
   for (size_t rank = 0; rank < blocks_.size(); ++rank) {
@@ -139,7 +140,9 @@ void Cluster::run(uint64_t first) {
 void Cluster::finish() {
   if (!bulk_copies_.empty())
     throw Fault(launch_.kernel->name + ": a block ends while bulk copies are on their way to it");
-  for (const auto& block : blocks_)
+  for (const auto& block : blocks_) {
+    all_release_early &= block->releases_early || !block->waits;
+    any_waits |= block->waits;
     for (const auto& warp : block->warps) {
       if (!warp->products.empty())
         throw Fault(launch_.kernel->name + ": a warp ends without waiting for its products");
@@ -147,6 +150,7 @@ void Cluster::finish() {
         throw Fault(launch_.kernel->name +
                     ": a warp ends without waiting for its bulk stores to read shared memory");
     }
+  }
 }
 
 }  // namespace emulator

@@ -93,7 +93,7 @@ Outcome store_bulk(Warp& w, const Instruction& i, uint32_t lanes) {
     const auto from = static_cast<uint32_t>(value(w, i.operands[1], lane));
     const auto bytes = static_cast<uint32_t>(value(w, i.operands[2], lane));
     check_bulk(w, reinterpret_cast<uint64_t>(to), from, bytes);
-    check_global(w, to, bytes);
+    check_global(w, to, bytes, /*writes=*/true);
     w.block().shared(w, from, bytes);
     w.stores.push_back({false, false, from, bytes, to, w.clocks});
   });

@@ -63,13 +63,22 @@ const std::string& name_of(const void* function) {
   return at->second;
 }
 
+// How the blocks of a launch are run together, and after which others.
+struct Order {
+  const void* stream;
+  uint32_t cluster = 1;
+  bool overlaps = false;
+};
+
 Launch to_launch(const emulator::Kernel& kernel, dim3 grid, dim3 block, void** arguments,
-                 size_t shared_bytes, uint32_t cluster) {
+                 size_t shared_bytes, const Order& order) {
   Launch l;
   l.kernel = &kernel;
   l.grid = {grid.x, grid.y, grid.z};
   l.block = {block.x, block.y, block.z};
-  l.cluster = cluster;
+  l.cluster = order.cluster;
+  l.stream = order.stream;
+  l.overlaps = order.overlaps;
   l.dynamic_shared_bytes = static_cast<uint32_t>(shared_bytes);
   l.parameters.resize(kernel.parameter_bytes);
   for (size_t i = 0; i < kernel.parameters.size(); ++i)
@@ -83,8 +92,34 @@ size_t shared_bytes() {
   return size_t{1024} * std::atoi(environment("GLA_EMULATOR_SHARED", "227"));
 }
 
+// The dynamic shared memory that a kernel was allowed beyond what each has.
+std::unordered_map<const void*, size_t>& allowed_bytes() {
+  static std::unordered_map<const void*, size_t> all;
+  return all;
+}
+
+// What keeps a GPU from starting such blocks, or nothing.
+std::string why_not(const void* function, const emulator::Kernel& kernel, dim3 grid, dim3 block,
+                    size_t dynamic) {
+  constexpr size_t kOfEvery = 48 << 10, kMostThreads = 1024, kMostAcross = 65535;
+  const size_t bytes = kernel.shared_bytes + dynamic;
+  const auto allowed = allowed_bytes().find(function);
+  const std::string of_shared = std::to_string(bytes) + " bytes of shared memory a block, ";
+  if (bytes > shared_bytes())
+    return of_shared + "of which there are " + std::to_string(shared_bytes());
+  if (bytes > kOfEvery && (allowed == allowed_bytes().end() || dynamic > allowed->second))
+    return of_shared + "which cudaFuncSetAttribute has not allowed it";
+  const size_t threads = size_t{block.x} * block.y * block.z;
+  if (threads == 0 || threads > kMostThreads) return std::to_string(threads) + " threads a block";
+  if (grid.x == 0 || grid.x > 0x7fffffff || grid.y == 0 || grid.y > kMostAcross || grid.z == 0 ||
+      grid.z > kMostAcross)
+    return std::to_string(grid.x) + " x " + std::to_string(grid.y) + " x " +
+           std::to_string(grid.z) + " blocks";
+  return "";
+}
+
 cudaError_t launch(const void* function, dim3 grid, dim3 block, void** arguments, size_t bytes,
-                   uint32_t cluster) {
+                   const Order& order) {
   static const bool runs = std::string(environment("GLA_EMULATOR_LAUNCHES", "1")) != "0";
   if (!runs) return cudaSuccess;
   const std::lock_guard lock(mutex);
@@ -92,11 +127,9 @@ cudaError_t launch(const void* function, dim3 grid, dim3 block, void** arguments
   try {
     const emulator::Kernel* kernel = module().find(name);
     if (kernel == nullptr) return fault("there is no PTX of " + name + ", which is launched");
-    if (bytes > shared_bytes())
-      return fault(name + " is launched with " + std::to_string(bytes) +
-                   " bytes of shared memory a block, of which there are " +
-                   std::to_string(shared_bytes()));
-    emulator::run(to_launch(*kernel, grid, block, arguments, bytes, cluster));
+    const std::string why = why_not(function, *kernel, grid, block, bytes);
+    if (!why.empty()) return fault(name + " is launched with " + why);
+    emulator::run(to_launch(*kernel, grid, block, arguments, bytes, order));
   } catch (const std::exception& error) {
     return fault(error.what());
   }
@@ -191,23 +224,35 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   return cudaSuccess;
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments,
-                               size_t shared_bytes, cudaStream_t) {
-  return launch(kernel, grid, block, arguments, shared_bytes, 1);
+                               size_t shared_bytes, cudaStream_t stream) {
+  return launch(kernel, grid, block, arguments, shared_bytes, {stream});
 }
 cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments,
-                             size_t shared_bytes, cudaStream_t) {
-  return launch(function, grid, block, arguments, shared_bytes, 1);
+                             size_t shared_bytes, cudaStream_t stream) {
+  return launch(function, grid, block, arguments, shared_bytes, {stream});
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function,
                                 void** arguments) {
-  uint32_t cluster = 1;
-  for (unsigned i = 0; i < config->numAttrs; ++i)
+  Order order{config->stream};
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const auto& value = config->attrs[i].val;
     if (config->attrs[i].id == cudaLaunchAttributeClusterDimension)
-      cluster = config->attrs[i].val.clusterDim.x;
+      order.cluster = value.clusterDim.x;
+    if (config->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization)
+      order.overlaps = value.programmaticStreamSerializationAllowed != 0;
+  }
   return launch(function, config->gridDim, config->blockDim, arguments, config->dynamicSmemBytes,
-                cluster);
+                order);
 }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+  const std::lock_guard lock(mutex);
+  const emulator::Kernel* kernel = module().find(name_of(function));
+  if (kernel == nullptr || kernel->shared_bytes + value > shared_bytes())
+    return last_error = cudaErrorInvalidValue;
+  allowed_bytes()[function] = value;
+  return cudaSuccess;
+}
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function) {
   const std::lock_guard lock(mutex);
   *attributes = {};

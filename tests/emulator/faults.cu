@@ -1,6 +1,7 @@
 // Small kernels that do something right, and the same with one thing wrong that a GPU might let
 // pass: what the emulator must see. Tested by tests/tools/test_emulator.py.
 #include "cuda/sm90/tiles/cluster.cuh"
+#include "cuda/sm90/tiles/dependent_launch.cuh"
 
 using namespace gla_ext::cuda::sm90;
 
@@ -182,3 +183,33 @@ GLA_BOTH(wait_for_a_bulk_store)
 GLA_BOTH(arrive_at_a_barrier)
 GLA_BOTH(make_a_barrier)
 GLA_BOTH(wait_for_another_block)
+
+// Kernels that follow each other in a stream; all but the first may start before the last one ends.
+extern "C" __global__ void write(uint32_t* out) { out[threadIdx.x] = 1; }
+extern "C" __global__ void read_behind_wait(uint32_t* out) {
+  await_previous_kernel();
+  out[512 + threadIdx.x] = out[threadIdx.x];
+}
+extern "C" __global__ void read_behind_wait_of_a_warp(uint32_t* out) {
+  if (threadIdx.x < 32) await_previous_kernel();
+  __syncthreads();
+  out[512 + threadIdx.x] = out[threadIdx.x];
+}
+extern "C" __global__ void read_before_wait(uint32_t* out) {
+  const uint32_t x = out[threadIdx.x];
+  await_previous_kernel();
+  out[512 + threadIdx.x] = x;
+}
+extern "C" __global__ void write_before_wait(uint32_t* out) {
+  out[512 + threadIdx.x] = 1;
+  await_previous_kernel();
+}
+extern "C" __global__ void never_wait(uint32_t*) { release_next_kernel(); }
+extern "C" __global__ void release_before_wait(uint32_t*) {
+  release_next_kernel();
+  await_previous_kernel();
+}
+extern "C" __global__ void release_behind_wait(uint32_t*) {
+  await_previous_kernel();
+  release_next_kernel();
+}

@@ -26,6 +26,8 @@ struct Launch {
   Dim grid, block;
   uint32_t cluster = 1;  // blocks, in x
   uint32_t dynamic_shared_bytes = 0;
+  const void* stream = nullptr;
+  bool overlaps = false;  // may start when all blocks of the stream's last kernel let it
   std::vector<uint8_t> parameters;
 
   uint32_t warps() const {  // of a block
@@ -197,6 +199,9 @@ class Block {
   std::vector<std::unique_ptr<Warp>> warps;
   std::array<NamedBarrier, 16> named;
   Hazards hazards;
+  // Of the stream's last kernel: whether a warp waits for it, and whether the next one may start
+  // before that.
+  bool waits = false, releases_early = false;
 
  private:
   void advance(MemoryBarrier& barrier);
@@ -236,6 +241,10 @@ class Cluster {
   void try_advance();
   Fences fences;
 
+  std::vector<Epoch> waits;       // for the stream's last kernel
+  bool all_release_early = true;  // of all blocks so far
+  bool any_waits = false;
+
   uint64_t instructions = 0;      // of warps, that have run
   std::vector<uint64_t> runs_of;  // each instruction of the kernel
 
@@ -264,6 +273,9 @@ void retire_oldest_store(Warp& warp);
 // A variable of the environment.
 const char* environment(const char* name, const char* otherwise);
 
+// Whether what the warp does now comes after a wait for the stream's last kernel, by it or another.
+bool has_waited(Warp& warp);
+
 // A whole grid, cluster after cluster. Throws Fault.
 void run(const Launch& launch);
 
@@ -271,6 +283,6 @@ void run(const Launch& launch);
 void add_allocation(void* p, size_t bytes);
 bool remove_allocation(void* p);
 size_t allocation_bytes(const void* p);  // 0: not the start of one
-void check_global(const Warp& warp, const void* p, size_t bytes);
+void check_global(Warp& warp, const void* p, size_t bytes, bool writes = false);
 
 }  // namespace emulator

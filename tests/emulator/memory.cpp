@@ -16,7 +16,7 @@ uint8_t* find(Warp& w, uint32_t space, uint64_t address, uint32_t bytes,
   }
   if (space == kGlobal) {
     auto* p = reinterpret_cast<uint8_t*>(address);
-    check_global(w, p, bytes);
+    check_global(w, p, bytes, written != nullptr);
     return p;
   }
   if (space == kParameters) {

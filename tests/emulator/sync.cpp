@@ -49,6 +49,18 @@ Outcome wait_for_cluster(Warp& w, const Instruction&, uint32_t) {
   return Outcome::kNext;
 }
 
+// --- of the stream's kernels
+
+Outcome wait_for_last_kernel(Warp& w, const Instruction&, uint32_t) {
+  w.block().waits = true;
+  w.cluster().waits.push_back(Epoch::of(w.id(), w.snapshot()[w.id()]));
+  return Outcome::kNext;
+}
+Outcome release_next_kernel(Warp& w, const Instruction&, uint32_t) {
+  w.block().releases_early |= !has_waited(w);
+  return Outcome::kNext;
+}
+
 // --- in shared memory
 
 uint32_t barrier_address(Warp& w, const Instruction& i, size_t operand, int lane) {
@@ -206,9 +218,11 @@ Execute decode_sync(const Words& words, Instruction& i) {
   }
   if (op == "mapa") return map_address;
   if (op == "fence" && words[1] == "proxy" && words[2] == "async") return fence_for_async_proxy;
+  if (op == "griddepcontrol")
+    return words[1] == "wait" ? wait_for_last_kernel : release_next_kernel;
   // These do nothing here. The emulator delays only what other instructions wait for, and it does
   // not count registers.
-  if (op == "fence" || op == "griddepcontrol" || op == "setmaxnreg") return nothing;
+  if (op == "fence" || op == "setmaxnreg") return nothing;
   if (op == "vote") {
     if (words[2] == "any") return vote_any;
     if (words[2] == "ballot") return ballot;

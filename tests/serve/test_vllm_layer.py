@@ -204,6 +204,20 @@ def test_decoding_with_a_request_that_starts_and_padding(layers, device):
         torch.testing.assert_close(state[0], old, equal_nan=True, atol=0, rtol=0)
 
 
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize("count", [1, 3])
+@torch.no_grad()
+def test_rows_of_no_request(layers, device, count):
+    """Of a graph of the model's other parts: a NaN in them would reach what all rows share."""
+    pair = Pair(layers, device, torch.float32)
+    x = torch.randn(count + 2, 128, device=device)
+    with metadata(device, [count], [count], [3]):
+        y = pair.layer(x)
+    expected = pair.module(x[None, :count])[0][0]
+    torch.testing.assert_close(y[:count], expected, atol=1e-4, rtol=1e-4)
+    assert not y[count:].any()
+
+
 @torch.no_grad()
 def test_without_blocks(layers, device):
     """As vLLM measures memory."""
