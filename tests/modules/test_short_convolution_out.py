@@ -8,43 +8,23 @@ import torch
 from common import DTYPES
 from conv_pool import Pool, raises
 from cuda_tools import peak_bytes
-
-OP = torch.ops.gla_ext.short_convolution_.out
+from views import OUTPUTS, assert_nothing_beside, view_like
 
 by_packing = pytest.mark.parametrize("packed", [False, True])
 
 
-def make_out(y, layout):
-    """NaN in y's shape, and the tensor that it is in."""
-    B, T, D = y.shape
-    if layout == "misaligned":
-        whole = y.new_full((y.numel() + 1,), torch.nan)
-        return whole[1:].view(y.shape), whole
-    if layout == "tokens first":
-        whole = y.new_full((T, B, D), torch.nan)
-        return whole.transpose(0, 1), whole
-    if layout == "contiguous":
-        whole = torch.full_like(y, torch.nan)
-        return whole, whole
-    more = 3 if layout == "wider rows" else 0
-    whole = y.new_full((B, T + 3, D + more), torch.nan)
-    return whole[:, 1:-2, :D], whole
-
-
 @by_packing
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "layout", ["contiguous", "tokens of more", "wider rows", "tokens first", "misaligned"]
-)
+@pytest.mark.parametrize("layout", OUTPUTS)
 @pytest.mark.parametrize(("T", "W"), [(2, 4), (30, 3), (3, 6), (0, 4)])
 def test_out(device, T, W, layout, dtype, packed):
     """Has the bits of a fresh output, zeros where there is no sequence, and nothing beside it."""
     pool = Pool(device, dtype, T, W=W, packed=packed)
     y, after = pool.expected()
-    out, whole = make_out(y, layout)
+    out, whole = view_like(y, layout)
     assert pool.run(out=out) is out
     assert torch.equal(out, y) and torch.equal(pool.pool, after)
-    assert whole.isnan().sum() == whole.numel() - out.numel()
+    assert_nothing_beside(out, whole)
 
 
 def test_out_beside_an_empty_pool(device):
@@ -155,34 +135,6 @@ def test_no_view_that_meets_x_is_taken():
 def test_compiled_wants_a_contiguous_output():
     """Dynamo says so of every operator. When it no longer does, the docstrings must change too."""
     pool = Pool("cpu", T=2)
-    out, _ = make_out(pool.x, "wider rows")
+    out, _ = view_like(pool.x, "wider rows")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="non-contiguous `out=` tensor"):
         torch.compile(pool.run, fullgraph=True, backend="eager")(out=out)
-
-
-def test_no_gradient_is_lost():
-    pool = Pool("cpu")
-    out = torch.zeros_like(pool.x).requires_grad_()
-    with raises(NotImplementedError, "decoding on a pool has no gradient, call a"):
-        pool.run(out=out)
-    for name in ("x", "weight", "bias"):
-        changed = Pool("cpu")
-        getattr(changed, name).requires_grad_()
-        with raises(NotImplementedError, "decoding on a pool has no gradient, call a"):
-            changed.run(out=torch.zeros_like(pool.x))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_autograd_knows_of_the_writes(mode):
-    pool = Pool("cpu")
-    out = torch.zeros_like(pool.x)
-    with mode():
-        pool.run(out=out)
-    assert (pool.pool._version, out._version) == (1, 1)
-
-
-def test_vmap():
-    pool = Pool("cpu")
-    out = torch.zeros_like(pool.x)
-    with raises(NotImplementedError, "torch.vmap is not supported, use more rows and slots"):
-        torch.vmap(lambda state: pool.run(state=state, out=out))(pool.pool[None])

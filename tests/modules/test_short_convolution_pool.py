@@ -8,10 +8,10 @@ import torch
 from common import DTYPES
 from conv_inputs import LAYOUTS, make, module
 from conv_pool import Pool, raises
+from views import assert_nothing_beside, pool_like
 
 from gla_ext import short_convolution_
 
-OP = torch.ops.gla_ext.short_convolution_
 APART = (0, 1, -1, 3, 4, 9)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -53,11 +53,9 @@ def test_back_to_the_same_slots(device, packed):
 
 def test_a_layer_of_a_wider_pool(device):
     pool = Pool(device, torch.bfloat16)
-    whole = pool.before.new_full((7, 3, *pool.before.shape[1:]), torch.nan)
-    pool.pool = whole[:, 1]
-    pool.pool.copy_(pool.before)
+    pool.pool, whole = pool_like(pool.before, "a layer of many")
     pool.check()
-    assert whole[:, ::2].isnan().all()
+    assert_nothing_beside(pool.pool, whole)
 
 
 def test_without_slots(device):
@@ -77,54 +75,6 @@ def test_steps_are_the_sequence(device):
         pieces = [short_convolution_(t, weight, bias, state=pool) for t in x.split(size, 1)]
         assert torch.equal(torch.cat(pieces, 1), whole.detach())
         assert torch.equal(pool, after.detach())
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_opcheck(device, packed):
-    pool = Pool(device, packed=packed)
-    has = torch.tensor([True, False, True, True, True, False], device=device)
-    arguments = (pool.slots, pool.write_slots, has, pool.offsets)
-    call = (pool.x, pool.weight, pool.bias, pool.pool, *arguments)
-    torch.library.opcheck(OP.default, call)
-    torch.library.opcheck(OP.out, call, {"out": torch.empty_like(pool.x)})
-
-
-@pytest.mark.parametrize("given", [False, True], ids=["", "out"])
-def test_compiled_code_copies_no_pool(device, given):
-    """Inductor's code writes a layer of a pool, and an output, by one operator where they lie."""
-    from torch._inductor.utils import run_and_get_code
-
-    pool = Pool(device)
-    y, after = pool.expected()
-    whole, outs = torch.stack([pool.before] * 3, 1), y.new_full((8, 1, 24), torch.nan)
-
-    def call(x, whole, outs):
-        pool.x = x
-        found = pool.run(state=whole[:, 1], out=outs[1:7] if given else None)
-        return None if given else found
-
-    arguments = pool.x, whole, outs
-    found, (code,) = run_and_get_code(torch.compile(call, fullgraph=True), *arguments)
-    assert code.count("short_convolution_." + ("out(" if given else "default(")) == 1
-    assert "empty_strided" not in code.split("def call(")[1]
-    assert torch.equal(outs[1:7] if given else found, y) and torch.equal(whole[:, 1], after)
-    assert torch.equal(whole[:, ::2], torch.stack([pool.before] * 2, 1))
-    assert outs[::7].isnan().all()
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("given", [False, True], ids=["", "out"])
-def test_compiled_with_other_operations(device, given, packed):
-    pool = Pool(device, packed=packed)
-    y, after = pool.expected()
-    out, address = torch.full_like(y, torch.nan), pool.pool.data_ptr()
-
-    def call(out):
-        return pool.run(out=out if given else None) * 2
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(out), y * 2) and torch.equal(out, y) == given
-    assert torch.equal(pool.pool, after) and pool.pool.data_ptr() == address
 
 
 @pytest.mark.cuda
@@ -188,20 +138,3 @@ def test_wrong_inputs():
         packed.run(cu_seqlens=packed.offsets[:-1])
     with raises(ValueError, "expected cu_seqlens to start with 0, got 57"):
         packed.run(cu_seqlens=packed.offsets.flip(0))
-
-
-def test_no_gradient_is_lost():
-    pool = Pool("cpu")
-    pool.x.requires_grad_()
-    with raises(NotImplementedError, "decoding on a pool has no gradient, call a"):
-        pool.run()
-    with torch.no_grad():
-        version = pool.pool._version
-        pool.run()
-        assert pool.pool._version == version + 1
-
-
-def test_vmap_over_a_write():
-    pool = Pool("cpu")
-    with raises(NotImplementedError, "torch.vmap is not supported, use more rows and slots"):
-        torch.vmap(lambda state: pool.run(state=state))(pool.pool[None])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from common import DTYPES, assert_close
 from pool_inputs import HAS_INITIAL, N, P, Prompts
+from views import POOLS, assert_nothing_beside, pool_like
 
 from gla_ext import batch_invariant, chunk_gla_, recurrent_gla_step_
 
@@ -98,24 +99,14 @@ def test_several_go_on_from_one_row(device):
     assert_same(prompts, prompts.run())
 
 
-@pytest.mark.parametrize("view", ["rows of a wider pool", "a layer of many", "misaligned"])
+@pytest.mark.parametrize("view", POOLS)
 @by_packing
 @by_layout
 def test_pools_that_are_views(device, v_first, packed, view, head):
     prompts = Prompts(device, packed, sizes=(3, *head), v_first=v_first, dtype=torch.bfloat16)
-    before = prompts.before
-    if view == "rows of a wider pool":
-        whole = before.new_full((2 * P, 3, *before.shape[2:]), torch.nan)
-        prompts.pool = whole[::2]
-    elif view == "a layer of many":
-        whole = before.new_full((P, 5, 3, *before.shape[2:]), torch.nan)
-        prompts.pool = whole[:, 2]
-    else:
-        whole = before.new_full((before.numel() + 1,), torch.nan)
-        prompts.pool = whole[1:].view(before.shape)
-    prompts.pool.copy_(before)
+    prompts.pool, whole = pool_like(prompts.before, view)
     assert_same(prompts, prompts.run())
-    assert whole.isnan().sum() == whole.numel() - before.numel()
+    assert_nothing_beside(prompts.pool, whole)
 
 
 def run_piece(prompts, part, packed):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from common import assert_close
 from recurrence import make_recurrence
+from views import OUTPUTS, assert_nothing_beside, view_like
 
 from gla_ext import recurrent_gla_commit_, recurrent_gla_step_, recurrent_gla_verify
 
@@ -92,22 +93,15 @@ def test_commit_of_ragged_drafts(device, index_dtype, state_dtype, state_v_first
 
 
 @by_dtype
-@pytest.mark.parametrize("layout", ["contiguous", "wider rows", "heads first"])
+@pytest.mark.parametrize("layout", OUTPUTS)
 def test_out(device, layout, dtype):
     """Has the bits of a fresh output, zeros where there is no draft, and nothing beside it."""
     drafts = Ragged(device, dtype=dtype)
     expected = recurrent_gla_verify(**drafts.arguments())
-    _, T, H, V = expected.shape
-    if layout == "heads first":
-        whole = expected.new_full((1, H, T, V), torch.nan)
-        out = whole.transpose(1, 2)
-    else:
-        more = 3 if layout == "wider rows" else 0
-        whole = expected.new_full((1, T, H, V + more), torch.nan)
-        out = whole[..., :V]
+    out, whole = view_like(expected, layout)
     assert recurrent_gla_verify(**drafts.arguments(), out=out) is out
     assert torch.equal(out, expected)
-    assert whole.isnan().sum() == whole.numel() - out.numel()
+    assert_nothing_beside(out, whole)
 
 
 def test_out_that_cannot_be():
