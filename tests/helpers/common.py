@@ -331,6 +331,11 @@ def raises(error: type[Exception], sentence: str):
     return pytest.raises(error, match="^" + re.escape(sentence))
 
 
+def raises_exactly(error: type[Exception], sentence: str):
+    """That the body raises `error` with this message."""
+    return pytest.raises(error, match="^" + re.escape(sentence) + "$")
+
+
 def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]):
     for name, value in actual.items():
         different = value != expected[name]

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from common import make_inputs
+from common import raises_exactly as raises
 
 from gla_ext import chunk_gla_
 
@@ -20,10 +21,6 @@ def x():
 def call(x, **changes):
     arguments = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "state": x.initial_state}
     return chunk_gla_(**(arguments | changes))
-
-
-def raises(error, message):
-    return pytest.raises(error, match="^" + re.escape(message) + "$")
 
 
 def indices(*values):

@@ -4,7 +4,9 @@ import re
 
 import pytest
 import torch
+from common import raises_exactly as raises
 from recurrence import make_recurrence
+from torch.distributed.tensor import distribute_tensor
 
 from gla_ext import (
     fused_recurrent_gla,
@@ -19,10 +21,6 @@ ops = torch.ops.gla_ext
 @pytest.fixture
 def x():
     return make_recurrence(2, 6, 4, 8, 12)
-
-
-def raises(error, message):
-    return pytest.raises(error, match="^" + re.escape(message) + "$")
 
 
 def call(x, **changes):
@@ -251,32 +249,13 @@ def test_pool_made_in_inference_mode(x):
     assert torch.equal(state, x.initial_state)
 
 
-def test_dtensor(x):
-    from torch.distributed.tensor import DTensor, Replicate
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-
-        def distributed(t):
-            return DTensor.from_local(t, mesh, [Replicate()], run_check=False)
-
-        indices = torch.zeros(2, dtype=torch.int64)
-        for function in (step, verify, commit):
-            for change in (
-                {"k": distributed(x.k)},
-                {"state": distributed(x.initial_state)},
-                {"slots": distributed(indices)},
-            ):
-                with pytest.raises(
-                    NotImplementedError, match="expected plain tensors, got a DTensor"
-                ):
-                    function(x, **change)
-        with pytest.raises(NotImplementedError, match="commit_: expected plain tensors, got a D"):
-            commit(x, accepted=distributed(indices))
-    finally:
-        torch.distributed.destroy_process_group()
+def test_dtensor(x, one_rank):
+    given = {"k": x.k, "state": x.initial_state, "slots": torch.zeros(2, dtype=torch.int64)}
+    for name, t in (given | {"accepted": given["slots"]}).items():
+        change = {name: distribute_tensor(t, one_rank)}
+        for function in (commit,) if name == "accepted" else (step, verify, commit):
+            with pytest.raises(NotImplementedError, match="expected plain tensors, got a DTensor"):
+                function(x, **change)
 
 
 def test_same_sentence_under_compile(x):
