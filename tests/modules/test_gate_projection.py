@@ -13,7 +13,6 @@ from norm_inputs import BOUND, laid_out, normal
 
 from gla_ext.layers.gate_projection import gate_projection, plain_gate_projection
 
-ops = torch.ops.gla_ext
 # On CUDA a warp has 32 columns and a block of backward 512.
 WIDTHS = (1, 7, 32, 72, 512, 520, 1030)
 

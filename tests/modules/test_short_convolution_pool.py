@@ -8,7 +8,8 @@ import torch
 from common import DTYPES
 from conv_inputs import LAYOUTS, make, module
 from conv_pool import Pool, raises
-from views import assert_nothing_beside, pool_like
+from cuda_tools import peak_bytes
+from views import assert_nothing_beside, pool_like, view_like
 
 from gla_ext import short_convolution_
 
@@ -106,6 +107,17 @@ def test_for_the_sanitizer(D, packed):
     assert Pool("cuda", torch.bfloat16, D=D, packed=packed).run().isfinite().all()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("packed", [False, True])
+def test_kernels_write_into_it(packed):
+    """An `out` with the strides of a fresh output saves memory of y's size: nothing is copied."""
+    pool = Pool("cuda", torch.bfloat16, packed=packed)
+    out = torch.empty_like(pool.x)
+    pool.run(out=out)
+    y_bytes = out.numel() * out.element_size()
+    assert peak_bytes(pool.run) - peak_bytes(lambda: pool.run(out=out)) >= y_bytes
+
+
 # What it refuses.
 
 
@@ -138,3 +150,65 @@ def test_wrong_inputs():
         packed.run(cu_seqlens=packed.offsets[:-1])
     with raises(ValueError, "expected cu_seqlens to start with 0, got 57"):
         packed.run(cu_seqlens=packed.offsets.flip(0))
+
+
+def test_out_in_one_buffer_with_x():
+    """Halves of a buffer share nothing, though they are not dense; what meets is refused."""
+    rows = torch.zeros(6, 4, 64)
+    apart = [(rows[:, :2, :24], rows[:, :2, first : first + 24]) for first in (24, 40)]
+    apart += [(rows[:, ::2, 8:32], rows[:, 1::2, 8:32]), (rows[:, 2:, 24:48], rows[:, :2, 30:54])]
+    for x, out in apart:
+        pool = Pool("cpu", T=2)
+        expected = pool.run()
+        pool.pool.copy_(pool.before)
+        x.copy_(pool.x)
+        pool.x = x
+        assert torch.equal(pool.run(out=out), expected)
+    meet = [(rows[:, :2, :24], rows[:, :2, first : first + 24]) for first in (1, 23)]
+    meet += [(rows[:, :2, 40:], rows[:, 1:3, 40:]), (rows[:, :2, 8:32], rows[:, 1:3, 30:54])]
+    for one, other in [*meet, *((b, a) for a, b in meet)]:
+        pool = Pool("cpu", T=2)
+        pool.x = one
+        with raises(ValueError, "expected out to share no memory with x"):
+            pool.run(out=other)
+    layers = torch.zeros(7, 2, 24, 4)  # the usual pool: a layer's slice of it
+    of_layer = [layers[:6, layer].flatten(1)[:, :48].unflatten(1, (2, 24)) for layer in (0, 1)]
+    Pool("cpu", T=2).run(state=layers[:, 0], out=of_layer[1])
+    with raises(ValueError, "expected out to share no memory with state"):
+        Pool("cpu", T=2).run(state=layers[:, 0], out=of_layer[0])
+
+
+def test_no_view_that_meets_x_is_taken():
+    memory, accepted = torch.zeros(8000), 0
+    generator = torch.Generator().manual_seed(0)
+
+    def view():
+        start, rows, tokens, more = torch.randint(6, (4,), generator=generator).tolist()
+        token = 24 * (1 + tokens) + more % 2
+        return memory.as_strided((6, 2, 24), (token * (1 + rows), token, 1), 29 * start)
+
+    for _ in range(400):
+        x, out = view(), view()
+        places = [
+            torch.arange(8000).as_strided(v.shape, v.stride(), v.storage_offset()) for v in (x, out)
+        ]
+        if len(places[1].unique()) < out.numel():
+            continue
+        pool = Pool("cpu", T=2)
+        pool.x = x
+        try:
+            pool.run(out=out)
+        except ValueError as error:
+            assert "expected out to share no memory with x" in str(error)
+            continue
+        accepted += 1
+        assert not torch.isin(*places).any()
+    assert accepted > 10
+
+
+def test_compiled_wants_a_contiguous_output():
+    """Dynamo says so of every operator. When it no longer does, the docstrings must change too."""
+    pool = Pool("cpu", T=2)
+    out, _ = view_like(pool.x, "wider rows")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="non-contiguous `out=` tensor"):
+        torch.compile(pool.run, fullgraph=True, backend="eager")(out=out)

@@ -46,6 +46,14 @@ def test_other_gates(device, packed, kind):
     assert_same(prompts, prompts.run())
 
 
+def test_out_with_gates_on_values(device):
+    prompts, plain = (Prompts(device, True, gv=True) for _ in range(2))
+    expected = plain.run()
+    out = torch.full_like(expected, torch.nan)
+    prompts.run(out=out)
+    assert torch.equal(out, expected) and torch.equal(prompts.pool, plain.pool)
+
+
 @by_packing
 @pytest.mark.parametrize("left_out", ["slots", "write_slots", "has_initial_state"])
 def test_defaults(device, packed, left_out):

@@ -9,7 +9,6 @@ from common import raises_exactly as raises
 
 from gla_ext import chunk_gla_
 
-ADVICE = "call gla_ext.chunk_gla, or run it under torch.no_grad()"
 EXPECTED = "chunk_gla_: expected "
 
 
@@ -133,32 +132,6 @@ def test_packed_checkpoints_need_their_offsets():
     message = "checkpoint_cu_starts beside checkpoint_every and cu_seqlens, got None"
     with raises(ValueError, EXPECTED + message):
         call(x, cu_seqlens=x.cu_seqlens, checkpoint_every=64, checkpoint_slots=indices(0, 1))
-
-
-def test_out(x):
-    """Checked as o is, and apart from every input."""
-    wide, kept = torch.zeros(2, 130, 2, 24), torch.zeros(4, 2, 8, 12)
-    tokens = torch.zeros(2, 130, 2, 12)
-    with raises(
-        ValueError,
-        EXPECTED + "out to have shape [B, T, H, V] = [2, 130, 2, 12], got [2, 130, 2, 24]",
-    ):
-        call(x, out=wide)
-    with raises(TypeError, EXPECTED + "out to be torch.float32 like q, got torch.bfloat16"):
-        call(x, out=tokens.bfloat16())
-    layout = EXPECTED + "the last dimension of out to be contiguous and no two elements of it to "
-    with raises(ValueError, layout + "be the same, got strides [6240, 48, 24, 2]"):
-        call(x, out=wide[..., ::2])
-    with raises(ValueError, layout + "be the same, got strides [0, 24, 12, 1]"):
-        call(x, out=tokens[:1].expand(2, -1, -1, -1))
-    own = torch.zeros(tokens.numel() + kept.numel())
-    changes = {"checkpoint_every": 64, "checkpoints": own[: kept.numel()].view(kept.shape)}
-    for name, given in (("v", {"v": tokens}), ("checkpoints", changes)):
-        out = tokens if name == "v" else own[1 : 1 + tokens.numel()].view(tokens.shape)
-        with raises(ValueError, EXPECTED + f"out to share no memory with {name}"):
-            call(x, **given, out=out)
-    with raises(NotImplementedError, f"chunk_gla_: a pool of states has no gradient, {ADVICE}"):
-        call(x, out=tokens.requires_grad_())
 
 
 def test_same_sentence_under_compile(x):

@@ -17,8 +17,6 @@ from operators import (
 
 from gla_ext import _C, chunk_gla, fused_recurrent_gla
 
-ops = torch.ops.gla_ext
-
 LOSS = "int ignore_index, float label_smoothing, float logit_scale, float? logit_softcapping"
 SCHEMAS = {
     "chunk_gla_fwd": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gv, "

@@ -166,29 +166,6 @@ def test_offsets_of_drafts(x):
             function(one, cu_seqlens=torch.tensor([0, 1, 2, 6]))
 
 
-def test_out(x):
-    with raises(TypeError, STEP + "out to be torch.float32 like q, got torch.bfloat16"):
-        step(x, out=x.v.bfloat16())
-    with raises(ValueError, STEP + "out to have shape [B, T, H, V] = [2, 6, 4, 12], got "
-                "[2, 6, 4, 8]"):  # fmt: skip
-        step(x, out=torch.empty_like(x.q))
-    with raises(ValueError, STEP + "out on the device of q, cpu, got meta"):
-        step(x, out=x.v.to("meta"))
-    message = "the last dimension of out to be contiguous and no two elements of it to be the same"
-    for out in (x.v.mT.contiguous().mT, x.v[:1].expand(2, 6, 4, 12)):
-        with raises(ValueError, STEP + f"{message}, got strides {list(out.stride())}"):
-            step(x, out=out)
-    for name in ("v", "gv"):
-        with raises(ValueError, STEP + f"out to share no memory with {name}"):
-            step(x, out=getattr(x, name))
-    with raises(ValueError, STEP + "out to share no memory with state"):
-        step(x, out=x.initial_state.view(-1)[: x.v[:, :1].numel()].view(2, 1, 4, 12),
-             **{n: getattr(x, n)[:, :1] for n in ("q", "k", "v", "gk", "gv")})  # fmt: skip
-    message = "recurrent_gla_step_: decoding on a pool has no gradient, call "
-    with pytest.raises(NotImplementedError, match="^" + re.escape(message)):
-        step(x, out=torch.empty_like(x.v).requires_grad_())
-
-
 def test_pool_strides(x):
     message = "the last two dimensions of state to be contiguous, got strides [384, 96, 1, 8]"
     with raises(ValueError, STEP + message):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from common import assert_close
 from recurrence import Server, assert_verified, make_recurrence
-from views import OUTPUTS, assert_nothing_beside, view_like
 
 from gla_ext import (
     recurrent_gla_commit_,
@@ -12,7 +11,6 @@ from gla_ext import (
     recurrent_gla_verify,
 )
 
-ops = torch.ops.gla_ext
 SHORT = (torch.bfloat16, torch.float16)
 by_state_dtype = pytest.mark.parametrize("state_dtype", SHORT, ids=str)
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -160,21 +158,6 @@ def test_commit_to_other_slots(device, packed):
         recurrent_gla_step_(**tokens, state=state)
         expected[to] = state[0]
     assert torch.equal(server.pool, expected)
-
-
-# An output that is given.
-
-
-@by_dtype
-@pytest.mark.parametrize("layout", OUTPUTS)
-def test_out(device, layout, dtype):
-    server, plain = Server(device, 2, dtype), Server(device, 2, dtype)
-    expected = recurrent_gla_step_(**plain.arguments())
-    out, whole = view_like(expected, layout)
-    assert recurrent_gla_step_(**server.arguments(), out=out) is out
-    assert torch.equal(out, expected)
-    assert torch.equal(server.pool, plain.pool)
-    assert_nothing_beside(out, whole)
 
 
 @pytest.mark.cuda

@@ -13,7 +13,6 @@ from gla_ext import (
     recurrent_gla_verify,
 )
 
-ops = torch.ops.gla_ext
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 by_layout = pytest.mark.parametrize("state_v_first", [False, True])
 by_gating = pytest.mark.parametrize("gating", GATINGS)
