@@ -51,11 +51,6 @@ BAD_CALLS = {
         {"state": torch.zeros(1, 2, 8, 12).expand(2, 2, 8, 12)},
         "the matrices of state to lie apart, got sizes [2, 2, 8, 12] with strides [0, 96, 12, 1]",
     ),
-    "count of slots": ({"slots": indices(0)}, "slots to have shape [N] = [2], got [1]"),
-    "count of write_slots": (
-        {"write_slots": indices(0, 1, 2)},
-        "write_slots to have shape [N] = [2], got [3]",
-    ),
     "count of has_initial_state": (
         {"has_initial_state": torch.ones(3, dtype=torch.bool)},
         "has_initial_state to have shape [N] = [2], got [3]",
@@ -102,10 +97,6 @@ BAD_CALLS = {
         {"cu_seqlens": indices(0, 130)},
         "batch size 1 with cu_seqlens (sequences packed in one row), got 2",
     ),
-    "devices": (
-        {"slots": torch.zeros(2, dtype=torch.int64, device="meta")},
-        "slots on the device of q, cpu, got meta",
-    ),
 }
 
 
@@ -121,8 +112,6 @@ def test_dtypes(x):
         call(x, state=x.initial_state.double())
     with raises(TypeError, EXPECTED + "state to be torch.float64 like q, got torch.float32"):
         call(x.map(torch.Tensor.double), state=x.initial_state)
-    with raises(TypeError, EXPECTED + "slots to be torch.int32 or torch.int64, got torch.float32"):
-        call(x, slots=torch.zeros(2))
     with raises(TypeError, EXPECTED + "has_initial_state to be torch.bool, got torch.int64"):
         call(x, has_initial_state=indices(0, 1))
 

@@ -125,27 +125,6 @@ def test_pool_shapes_and_dtypes(x):
         step(x, state=x.initial_state.double())
     with raises(TypeError, STEP + "state to be torch.float64 like q, got torch.bfloat16"):
         step(x.map(torch.Tensor.double), state=x.initial_state.bfloat16())
-    with raises(TypeError, STEP + "state to be a tensor, got None"):
-        step(x, state=None)
-
-
-def test_slots(x):
-    with raises(TypeError, STEP + "slots to be torch.int32 or torch.int64, got torch.float32"):
-        step(x, slots=torch.zeros(2))
-    with raises(ValueError, STEP + "slots to have shape [B] = [2], got [3]"):
-        step(x, slots=torch.zeros(3, dtype=torch.int64))
-    with raises(ValueError, STEP + "slots to have 1 dimension [B], got 2 with shape [2, 1]"):
-        step(x, slots=torch.zeros(2, 1, dtype=torch.int64))
-
-
-def test_write_slots(x):
-    with raises(TypeError, STEP + "write_slots to be torch.int32 or torch.int64, got "
-                "torch.float32"):  # fmt: skip
-        step(x, write_slots=torch.zeros(2))
-    message = "expected write_slots to have shape [B] = [2], got [3]"
-    for function in (step, commit):
-        with raises(ValueError, f"recurrent_gla_{function.__name__}_: {message}"):
-            function(x, write_slots=torch.zeros(3, dtype=torch.int64))
 
 
 def test_offsets_of_drafts(x):
@@ -211,6 +190,9 @@ def test_accepted(x):
         recurrent_gla_commit_(**arguments, accepted=torch.ones(1, dtype=torch.int64))
     with raises(TypeError, message + "be torch.int32 or torch.int64, got torch.float32"):
         recurrent_gla_commit_(**arguments, accepted=torch.ones(2))
+    message = "recurrent_gla_commit_: expected write_slots to have shape [B] = [2], got [3]"
+    with raises(ValueError, message):
+        commit(x, write_slots=torch.zeros(3, dtype=torch.int64))
     with raises(TypeError, "recurrent_gla_commit_: expected v to be torch.float32 like k, got "
                 "torch.float16"):  # fmt: skip
         recurrent_gla_commit_(

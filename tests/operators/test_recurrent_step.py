@@ -4,7 +4,6 @@ import pytest
 import torch
 from common import DTYPES, assert_close
 from recurrence import GATINGS, SLOTS, Server, assert_verified, make_recurrence
-from views import POOLS, assert_nothing_beside, pool_like
 
 from gla_ext import (
     fused_recurrent_gla,
@@ -54,25 +53,6 @@ def test_many_steps_are_the_recurrence(device, state_v_first, dtype):
     assert torch.equal(together.pool, pool)
 
 
-@by_layout
-@pytest.mark.parametrize("slots_dtype", [torch.int32, torch.int64], ids=str)
-def test_slots_of_either_type(device, slots_dtype, state_v_first):
-    server = Server(device, 1, state_v_first=state_v_first)
-    server.slots = server.slots.to(slots_dtype)
-    recurrent_gla_step_(**server.arguments())
-    assert torch.equal(server.pool, server.expected()[1])
-
-
-def test_slots_far_outside(device):
-    server = Server(device, 1)
-    for slots in ([7] * 6, [-1] * 6, [2**62, -(2**62), 2**31, -(2**31), 100, 7]):
-        o = recurrent_gla_step_(
-            **(server.arguments() | {"slots": torch.tensor(slots, device=device)})
-        )
-        assert not o.any()
-        assert torch.equal(server.pool, server.before)
-
-
 def test_without_slots_every_row_has_its_own(device):
     server = Server(device, 1)
     server.pool, server.slots = server.pool[:6], None
@@ -82,24 +62,6 @@ def test_without_slots_every_row_has_its_own(device):
     )
     assert torch.equal(o, expected)
     assert torch.equal(server.pool, states)
-
-
-@pytest.mark.parametrize("view", POOLS)
-@pytest.mark.parametrize("state_dtype", [None, *SHORT], ids=str)
-@pytest.mark.parametrize("sizes", [(3, 20, 28), (2, 64, 40)], ids=str)
-@by_layout
-def test_pools_that_are_views(device, state_v_first, sizes, state_dtype, view):
-    options = {"state_v_first": state_v_first, "state_dtype": state_dtype, "sizes": sizes}
-    server = Server(device, 1, **options)
-    server.pool, whole = pool_like(server.before, view)
-    o = recurrent_gla_step_(**server.arguments())
-    expected, pool = server.expected()
-    assert torch.equal(o[server.valid], expected)
-    assert torch.equal(server.pool, pool)
-    assert_nothing_beside(server.pool, whole)
-    server.before = pool
-    drafts = recurrent_gla_verify(**server.arguments())
-    assert_verified(drafts[server.valid], server.expected()[0])
 
 
 @by_layout
