@@ -3,6 +3,7 @@ are given, and what is refused of these.
 """
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -173,6 +174,17 @@ def test_wrong_rows(name):
     with raises_exactly(TypeError, f"{op}: expected state to be a tensor, got None"):
         call.run(state=None)
     assert torch.equal(call.pool, before)
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_same_sentence_under_compile(name):
+    op, _, _, dimension = WORDS[name]
+    call = CALLS[name]("cpu", torch.float32)
+    N = len(call.rows["slots"])
+    sentence = f"{op}: expected slots to have shape {dimension} = [{N}], got [{N + 1}]"
+    compiled = torch.compile(call.run, fullgraph=True)
+    with pytest.raises(Exception, match=re.escape(sentence)):
+        compiled(slots=torch.zeros(N + 1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("name", WORDS)

@@ -215,10 +215,3 @@ def test_dtensor(x, one_rank):
         for function in (commit,) if name == "accepted" else (step, verify, commit):
             with pytest.raises(NotImplementedError, match="expected plain tensors, got a DTensor"):
                 function(x, **change)
-
-
-def test_same_sentence_under_compile(x):
-    message = STEP + "slots to have shape [B] = [2], got [3]"
-    compiled = torch.compile(step, fullgraph=True)
-    with pytest.raises(Exception, match=re.escape(message)):
-        compiled(x, slots=torch.zeros(3, dtype=torch.int64))
