@@ -12,13 +12,11 @@ import torch
 from shared import gate
 
 PROGRAMS = ["check_gpu", "bench_fla", "bench_training", "bench_decode", "bench_serve"]
-PROGRAMS += ["speed_history", "bench_scale", "bench_cpu", "bench_builds", "stress_serve", "freeze"]
+PROGRAMS += ["speed_history", "bench_scale", "bench_cpu", "bench_builds", "stress_serve"]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_starts(name, monkeypatch, capsys):
-    if name == "freeze":
-        pytest.importorskip("triton")
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as stop:
         importlib.import_module(name).main()

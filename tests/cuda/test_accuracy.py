@@ -9,9 +9,9 @@ import dataclasses
 import pytest
 import recurrence
 import torch
-from common import exact_by_chunks, ours
+from common import cancelling_terms, exact_by_chunks, ours
 from large import large_inputs
-from recurrence import CHUNKED_BF16, cancelling_terms, chunked, make_recurrence
+from recurrence import CHUNKED_BF16, chunked, make_recurrence
 from torch.nn.functional import logsigmoid
 
 from gla_ext.selftest import TF32_TOLERANCE, relative_error, tolerance

@@ -19,9 +19,9 @@ ops = torch.ops.gla_ext
 
 
 NORM_SHAPES = {  # V, gated, layout
-    "8 lanes": (64, True, "heads of a projection"),
+    "8 lanes": (64, True, "part of a projection"),
     "16 lanes": (120, True, "contiguous"),
-    "a warp": (256, True, "heads of a projection"),
+    "a warp": (256, True, "part of a projection"),
     "2 warps": (512, False, "contiguous"),
     "4 warps": (1000, True, "contiguous"),
     "a block": (2048, True, "contiguous"),
@@ -60,9 +60,9 @@ def test_norms(V, gated, layout, dtype):
 SWIGLU_SHAPES = {  # D, layout
     "whole packs": (72, "contiguous"),
     "a tail": (77, "contiguous"),
-    "halves": (64, "heads of a projection"),
-    "halves and a tail": (65, "heads of a projection"),
-    "more than a block": (5000, "heads of a projection"),
+    "halves": (64, "part of a projection"),
+    "halves and a tail": (65, "part of a projection"),
+    "more than a block": (5000, "part of a projection"),
     "misaligned": (72, "misaligned"),
 }
 
@@ -80,13 +80,13 @@ def test_swiglu(D, layout, dtype):
 
 
 CONV_SHAPES = {  # B, T, D, offsets, layout
-    "a slice": (2, 37, 72, None, "slice of a projection"),
+    "a slice": (2, 37, 72, None, "part of a projection"),
     "a tile and more": (1, 9, 264, None, "contiguous"),
     "odd": (2, 21, 13, None, "contiguous"),
     "misaligned": (2, 21, 24, None, "misaligned"),
     "a token": (3, 1, 40, None, "contiguous"),
     "no token": (2, 0, 40, None, "contiguous"),
-    "packed": (1, 40, 40, [0, 5, 5, 6, 8, 36], "slice of a projection"),
+    "packed": (1, 40, 40, [0, 5, 5, 6, 8, 36], "part of a projection"),
     "packed and odd": (1, 40, 13, [0, 5, 5, 6, 8, 36], "contiguous"),
 }
 

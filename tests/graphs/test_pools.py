@@ -5,6 +5,7 @@ Equal bits (see common.py): own sums.
 
 import pytest
 import torch
+from conv_pool import Pool
 from pool_inputs import Prompts
 from recurrence import Server
 from torch._dynamo import lookup_backend
@@ -18,6 +19,8 @@ OPERATORS = {
     "a step": ["recurrent_gla_step_"],
     "a round of drafts": ["recurrent_gla_verify", "recurrent_gla_commit_"],
     "a packed round": ["recurrent_gla_verify", "recurrent_gla_commit_"],
+    "a convolution": ["short_convolution_"],
+    "a packed convolution": ["short_convolution_"],
 }
 by_name = pytest.mark.parametrize("name", OPERATORS)
 by_out = pytest.mark.parametrize("into", [False, True], ids=["fresh", "out"])
@@ -36,6 +39,11 @@ class Call:
                 self.others = [asks["checkpoints"]]
             self.tokens, self.pool = prompts.tokens, prompts.pool
             self.run = lambda t, pool, out: prompts.run(**t, state=pool, **asks, out=out)
+            return
+        if "convolution" in name:
+            conv = Pool(device, packed="packed" in name)
+            self.tokens, self.pool = {"x": conv.x}, conv.pool
+            self.run = lambda t, pool, out: conv.run(**t, state=pool, out=out)
             return
         server = Server(device, 1 if name == "a step" else 3)
         self.tokens, self.pool = server.tokens, server.pool
@@ -103,22 +111,29 @@ def test_written_in_place_by_one_operator(device, name, into):
     "name, into",
     [
         ("prompts", False),
+        ("a convolution", False),
         *((name, True) for name in ("prompts with checkpoints", "a step", "a packed round")),
+        ("a convolution", True),
     ],
 )
 def test_inductor_copies_no_pool(device, name, into):
     """Its code calls each operator once and clones no pool, no checkpoints and no output."""
     call, plain = Call(name, device), Call(name, device)
     expected = plain.plain()
-    out = torch.empty_like(expected) if into else None
-    compiled = torch.compile(call.run, fullgraph=True)
-    o, (code,) = run_and_get_code(compiled, call.tokens, call.pool, out)
+    pool, out = torch.stack([call.pool] * 3, 1), torch.empty_like(expected) if into else None
+
+    def function(tokens, pool, out):
+        return call.run(tokens, pool[:, 1], out)
+
+    compiled = torch.compile(function, fullgraph=True)
+    o, (code,) = run_and_get_code(compiled, call.tokens, pool, out)
     for op in OPERATORS[name]:
         variant = "out" if into and "commit" not in op else "default"
         assert code.count(f"{op}.{variant}(") == 1
     assert "empty_strided" not in code.split("def call(")[1]
     assert torch.equal(o, expected)
-    call.assert_wrote(plain)
+    call.assert_wrote(plain, pool[:, 1])
+    assert torch.equal(pool[:, ::2], torch.stack([call.pool] * 2, 1))
 
 
 @by_out

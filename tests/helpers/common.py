@@ -64,8 +64,24 @@ BAD_OFFSETS = {  # as many, of 165 tokens; on CUDA, where nobody reads them on t
 GATES = (0.0, 0.1, 1.0, 2.0, 10.0, "reset")
 
 
+class Tensors:
+    """The base of a dataclass of tensors."""
+
+    def map(self, function) -> "Tensors":
+        """`function` applied to every floating-point tensor."""
+        return type(self)(
+            **{
+                name: function(x) if x is not None and x.is_floating_point() else x
+                for name, x in vars(self).items()
+            }
+        )
+
+    def double(self) -> "Tensors":
+        return self.map(lambda x: x.double().contiguous())
+
+
 @dataclasses.dataclass(frozen=True)
-class Inputs:
+class Inputs(Tensors):
     q: Tensor
     k: Tensor
     v: Tensor
@@ -74,19 +90,6 @@ class Inputs:
     initial_state: Tensor | None
     dht: Tensor | None
     cu_seqlens: Tensor | None
-
-    def map(self, function) -> "Inputs":
-        """`function` applied to every floating-point tensor."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return Inputs(
-            **{
-                name: function(x) if x is not None and x.is_floating_point() else x
-                for name, x in values.items()
-            }
-        )
-
-    def double(self) -> "Inputs":
-        return self.map(lambda x: x.double().contiguous())
 
     def select(self, n: int) -> "Inputs":
         """Sequence n alone."""
@@ -176,22 +179,33 @@ def relayout(x: Tensor, layout: str) -> Tensor:
     raise ValueError(layout)
 
 
-def outputs_and_gradients(function, inputs: Inputs) -> dict[str, Tensor]:
-    """o, final_state and every gradient of `function(q, k, v, g, initial_state)`.
+GRADIENTS = {  # of leaves, in the order of arguments
+    "q": "dq",
+    "k": "dk",
+    "v": "dv",
+    **{gate: f"d{gate}" for gate in ("g", "gk", "gv")},
+    "initial_state": "dh0",
+}
+
+
+def outputs_and_gradients(function, inputs: Tensors) -> dict[str, Tensor]:
+    """o, final_state and every gradient of `function(q, k, v, g, initial_state)`, or with the gates
+    gk and gv in g's place where the inputs have these.
 
     A gradient that autograd finds to be absent is zero.
     """
-    leaves = [inputs.q, inputs.k, inputs.v, inputs.g, inputs.initial_state]
-    leaves = [x if x is None else x.detach().requires_grad_() for x in leaves]
-    o, final_state = function(*leaves)
+    leaves = {name: getattr(inputs, name) for name in GRADIENTS if hasattr(inputs, name)}
+    leaves = {n: x if x is None else x.detach().requires_grad_() for n, x in leaves.items()}
+    o, final_state = function(*leaves.values())
     outputs, upstream = [o], [inputs.do]
     if inputs.dht is not None:
         outputs, upstream = [o, final_state], [inputs.do, inputs.dht]
-    wanted = [x for x in leaves if x is not None]
-    gradients = torch.autograd.grad(outputs, wanted, upstream, materialize_grads=True)
-    results = [o, final_state, *gradients, *[None] * (5 - len(wanted))]
-    named = dict(zip(QUANTITIES, results, strict=True))
-    return {name: x.detach() for name, x in named.items() if x is not None}
+    wanted = {GRADIENTS[name]: x for name, x in leaves.items() if x is not None}
+    gradients = torch.autograd.grad(
+        outputs, list(wanted.values()), upstream, materialize_grads=True
+    )
+    results = {"o": o, "final_state": final_state} | dict(zip(wanted, gradients, strict=True))
+    return {name: x.detach() for name, x in results.items()}
 
 
 def ours(inputs: Inputs, **options) -> dict[str, Tensor]:
@@ -259,41 +273,67 @@ def assert_close(actual: Tensor, expected: Tensor, rtol: float, atol: float = 0.
 def assert_results_close(
     actual: dict[str, Tensor],
     expected: dict[str, Tensor],
-    inputs: Inputs,
+    inputs: Tensors,
     sizes: dict[str, Tensor] | None = None,
+    bf16: float | None = None,
 ):
     """Every quantity within the table's bound for its dtype, relative to `sizes` where given.
 
     The bounds are for many numbers: the RMS of a few scatters, by one over the root of their count.
-    Allowed on top: what is too small for the accumulation dtype may be zero, and dg, a difference
-    of q dq and k dk, keeps their rounding in that dtype where they cancel.
+    Allowed on top: what is too small for the accumulation dtype may be zero, and `cancelling_terms`
+    keep their rounding.
+
+    Args:
+        bf16: bound where a dtype is bf16. Default: the table's.
     """
     dtype = inputs.q.dtype
     accumulation = torch.finfo(torch.promote_types(dtype, torch.float32))
     assert actual.keys() == expected.keys()
     for name, value in actual.items():
-        bound = max(tolerance(name, dtype), tolerance(name, _result_dtype(name, inputs)))
-        atol = accumulation.tiny
-        if name == "dg" and value.numel():
-            terms = (inputs.q.double() * expected["dq"], inputs.k.double() * expected["dk"])
-            atol += 8 * accumulation.eps * sum(x.square().mean().sqrt().item() for x in terms)
+        assert value.dtype == result_dtype(name, inputs), name
+        bound = max(tolerance(name, t) for t in (value.dtype, dtype))
+        if bf16 is not None and torch.bfloat16 in (value.dtype, dtype):
+            bound = bf16
         bound *= 1 + 3 / max(value.numel(), 1) ** 0.5
+        atol = accumulation.tiny + 8 * accumulation.eps * cancelling_terms(name, inputs, expected)
         if sizes is not None:
             atol += bound * sizes[name].square().mean().nan_to_num().sqrt().item()
-        assert value.dtype == _result_dtype(name, inputs), name
         assert_close(value, expected[name], bound, atol, name)
 
 
-def _result_dtype(name: str, inputs: Inputs) -> torch.dtype:
-    if name == "dg":
-        return inputs.g.dtype
+def result_dtype(name: str, inputs: Tensors) -> torch.dtype:
+    if name.startswith("dg"):
+        return getattr(inputs, name[1:]).dtype
     state = torch.promote_types(inputs.q.dtype, torch.float32)
     return state if name in ("final_state", "dh0") else inputs.q.dtype
+
+
+OF_KEYS = (("q", "dq"), ("k", "dk"))
+TERMS = {"dg": OF_KEYS, "dgk": OF_KEYS, "dgv": (("do", "o"), ("v", "dv"))}
+
+
+def cancelling_terms(
+    name: str, inputs: Tensors, expected: dict[str, Tensor], row: slice = slice(None)
+) -> float:
+    """The size (RMS) of the terms of which the gradient of a gate is the difference; 0 of others.
+
+    Such a gradient keeps the rounding of its terms in the accumulation dtype.
+    """
+    size = 0.0
+    for factor, product in TERMS.get(name, ()):
+        term = expected[product][row] * getattr(inputs, factor)[row].double()
+        size += term.square().mean().nan_to_num().sqrt().item()
+    return size
 
 
 def raises(error: type[Exception], sentence: str):
     """That the body raises `error` with a message that begins so."""
     return pytest.raises(error, match="^" + re.escape(sentence))
+
+
+def raises_exactly(error: type[Exception], sentence: str):
+    """That the body raises `error` with this message."""
+    return pytest.raises(error, match="^" + re.escape(sentence) + "$")
 
 
 def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]):

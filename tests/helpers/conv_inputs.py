@@ -3,7 +3,7 @@
 import itertools
 
 import torch
-from norm_inputs import BOUND, normal
+from norm_inputs import BOUND, laid_out, normal
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
@@ -12,20 +12,7 @@ from gla_ext.layers.short_convolution import ShortConvolution
 NAMES = ("y", "state", "dx", "dweight", "dbias", "dcache")
 
 
-def laid_out(x: Tensor, layout: str) -> Tensor:
-    """x `[B, T, D]`, differently in memory."""
-    if layout == "slice of a projection":  # among what other projections of the token gave
-        return torch.cat([x] * 3, -1)[..., x.shape[-1] : 2 * x.shape[-1]]
-    if layout == "tokens first":
-        return x.transpose(0, 1).contiguous().transpose(0, 1)
-    if layout == "sliced":  # no two channels of a token side by side
-        return torch.stack([x, x], -1)[..., 1]
-    if layout == "misaligned":
-        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
-    return x
-
-
-LAYOUTS = ("contiguous", "slice of a projection", "tokens first", "sliced", "misaligned")
+LAYOUTS = ("contiguous", "part of a projection", "tokens first", "sliced", "misaligned")
 
 
 def make(B, T, D, W, device, dtype, *, bias=True, weight_dtype=None, layout="contiguous", N=None):

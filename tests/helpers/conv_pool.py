@@ -29,12 +29,15 @@ class Pool:
 
     def run(self, **changes):
         arguments = {
+            "x": self.x,
+            "weight": self.weight,
+            "bias": self.bias,
             "state": self.pool,
             "slots": self.slots,
             "write_slots": self.write_slots,
             "cu_seqlens": self.offsets,
         }
-        return short_convolution_(self.x, self.weight, self.bias, **(arguments | changes))
+        return short_convolution_(**(arguments | changes))
 
     def expected(self, write=WRITE, read=READ, starts=()):
         """y and the pool, a sequence after the other."""

@@ -15,7 +15,7 @@ def deltas(engine):
         yield from engine.step()
 
 
-def run(engine, *requests, cancel_after=None):
+def run(engine, *requests):
     """Tokens, text and finish_reason of each request, all submitted at once."""
     generations = engine.submit(*requests)
     found = {generation: ([], [], []) for generation in generations}

@@ -6,7 +6,7 @@ from models import FUNCTIONS
 EPS = 1e-3
 # Rounding a result once; fp32 and fp64 add up squares before.
 BOUND = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 0.0025, torch.float16: 3e-4}
-LAYOUTS = ("contiguous", "heads of a projection", "sliced", "transposed", "misaligned")
+LAYOUTS = ("contiguous", "part of a projection", "sliced", "transposed", "misaligned")
 
 
 def normal(*shape, seed, device="cpu", dtype=torch.float64) -> torch.Tensor:
@@ -15,10 +15,12 @@ def normal(*shape, seed, device="cpu", dtype=torch.float64) -> torch.Tensor:
 
 
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """x `[B, T, H, V]`, differently in memory."""
-    H, V = x.shape[2:]
-    if layout == "heads of a projection":  # among what other projections of the token gave
-        return torch.cat([x.flatten(2)] * 2, -1)[..., H * V :].unflatten(-1, (H, V))
+    """x `[B, T, H, V]` or `[B, T, D]`, differently in memory."""
+    if layout == "part of a projection":  # among what other projections of the token gave
+        flat = x.flatten(2)
+        return torch.cat([flat] * 2, -1)[..., flat.shape[-1] :].unflatten(-1, x.shape[2:])
+    if layout == "tokens first":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
     if layout == "sliced":  # no row contiguous
         return torch.stack([x, x], -1)[..., 1]
     if layout == "transposed":  # more strides than two

@@ -2,6 +2,7 @@
 
 import torch
 from common import make_inputs
+from conv_pool import Pool
 from pool_inputs import Prompts
 from recurrence import Server, make_recurrence
 
@@ -89,6 +90,10 @@ def pools(device: str, packed: bool) -> dict[str, tuple]:
     buffers = [torch.zeros(size, device=device) for size in (keys, values, keys)]
     places = torch.tensor([0, 1, 2, 3, 4, 9, 2], device=device, dtype=torch.int32)
     ends = (*rest, count, packed, *((offsets, writes) if packed else ()))
+
+    conv = Pool(device, packed=packed)
+    rows = (conv.slots, conv.write_slots, prompts.rows["has_initial_state"][1:], conv.offsets)
+    convolution = (conv.x, conv.weight, conv.bias, conv.pool, *rows)
     return {
         "chunk_gla_": call,
         "chunk_gla_: checkpoints": (*call, *kept),
@@ -109,6 +114,8 @@ def pools(device: str, packed: bool) -> dict[str, tuple]:
         "recurrent_gla_verify": draft,
         "recurrent_gla_verify.out": (*draft, {"out": torch.empty_like(draft[2])}),
         "recurrent_gla_commit_": (*(row if packed else tokens)[1:], *ends),
+        "short_convolution_": convolution,
+        "short_convolution_.out": (*convolution, {"out": torch.empty_like(conv.x)}),
     }
 
 

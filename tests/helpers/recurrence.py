@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Callable
 
+import common
 import torch
-from common import Inputs, assert_close, make_inputs, relayout
+from common import Inputs, Tensors, assert_close, make_inputs, outputs_and_gradients, relayout
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -14,11 +15,10 @@ from gla_ext.selftest import tolerance
 GATINGS = ("none", "gk", "gv", "both")
 LEAVES = ("q", "k", "v", "gk", "gv", "initial_state")
 SHARED = ("k", "v", "gk", "gv")
-GRADIENTS = ("dq", "dk", "dv", "dgk", "dgv", "dh0")
 
 
 @dataclasses.dataclass(frozen=True)
-class Recurrence:
+class Recurrence(Tensors):
     q: Tensor
     k: Tensor
     v: Tensor
@@ -28,16 +28,6 @@ class Recurrence:
     initial_state: Tensor | None
     dht: Tensor | None
     cu_seqlens: Tensor | None
-
-    def map(self, function) -> "Recurrence":
-        """`function` applied to every tensor but the offsets."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return Recurrence(
-            **{
-                name: x if x is None or name == "cu_seqlens" else function(x)
-                for name, x in values.items()
-            }
-        )
 
     def to(self, device: str) -> "Recurrence":
         moved = self.map(lambda x: x.to(device))
@@ -98,18 +88,11 @@ def results_of(function, x: Recurrence, repeat: bool = False) -> dict[str, Tenso
     """o, final_state and every gradient of `function(q, k, v, gk, gv, initial_state)`, or of the
     function of `repeated` inputs.
     """
-    leaves = [t if t is None else t.detach().requires_grad_() for t in x.leaves().values()]
-    inputs = dict(zip(LEAVES, leaves, strict=True))
-    o, final_state = function(*(repeated(inputs) if repeat else inputs).values())
-    outputs, upstream = [o], [x.do]
-    if x.dht is not None:
-        outputs, upstream = [o, final_state], [x.do, x.dht]
-    wanted = {n: t for n, t in zip(GRADIENTS, leaves, strict=True) if t is not None}
-    gradients = torch.autograd.grad(
-        outputs, list(wanted.values()), upstream, materialize_grads=True
-    )
-    results = {"o": o, "final_state": final_state} | dict(zip(wanted, gradients, strict=True))
-    return {name: t.detach() for name, t in results.items()}
+
+    def of_repeated(*leaves):
+        return function(*repeated(dict(zip(LEAVES, leaves, strict=True))).values())
+
+    return outputs_and_gradients(of_repeated if repeat else function, x)
 
 
 def ours(x: Recurrence, repeat: bool = False, **options) -> dict[str, Tensor]:
@@ -136,7 +119,7 @@ def chunked(x: Recurrence, repeat: bool = False, **options) -> dict[str, Tensor]
 
 def exact(x: Recurrence, scale: float | None = None, reverse: bool = False) -> dict[str, Tensor]:
     """The recurrence and its autograd in fp64."""
-    x = x.map(lambda t: t.double().contiguous())
+    x = x.double()
 
     def function(q, k, v, gk, gv, initial_state):
         return reference.recurrence(
@@ -146,13 +129,6 @@ def exact(x: Recurrence, scale: float | None = None, reverse: bool = False) -> d
     return results_of(function, x)
 
 
-def result_dtype(name: str, x: Recurrence) -> torch.dtype:
-    if name in ("dgk", "dgv"):
-        return getattr(x, name[1:]).dtype
-    state = torch.promote_types(x.q.dtype, torch.float32)
-    return state if name in ("final_state", "dh0") else x.q.dtype
-
-
 def assert_results_close(actual: dict[str, Tensor], expected: dict[str, Tensor], x: Recurrence):
     """Every quantity within the table's bound for its dtype, which is for many numbers: the RMS of
     a few scatters, by one over the root of their count.
@@ -160,25 +136,10 @@ def assert_results_close(actual: dict[str, Tensor], expected: dict[str, Tensor],
     assert actual.keys() == expected.keys()
     accumulation = torch.promote_types(x.q.dtype, torch.float32)
     for name, value in actual.items():
-        assert value.dtype == result_dtype(name, x), name
+        assert value.dtype == common.result_dtype(name, x), name
         bound = max(tolerance(name, t) for t in (value.dtype, accumulation))
         bound *= 1 + 3 / max(value.numel(), 1) ** 0.5
         assert_close(value, expected[name], bound, torch.finfo(accumulation).tiny, name)
-
-
-def cancelling_terms(
-    name: str, x: Recurrence, expected: dict[str, Tensor], row: slice = slice(None)
-) -> float:
-    """The size (RMS) of the terms of which the gradient of a gate is the difference; 0 of others.
-
-    Such a gradient keeps the rounding of its terms in the accumulation dtype.
-    """
-    terms = {"dgk": (("q", "dq"), ("k", "dk")), "dgv": (("do", "o"), ("v", "dv"))}
-    size = 0.0
-    for factor, product in terms.get(name, ()):
-        term = expected[product][row] * getattr(x, factor)[row].double()
-        size += term.square().mean().nan_to_num().sqrt().item()
-    return size
 
 
 SLOTS = (4, -1, 0, 9, 6, -7)  # of a pool of 7: rows 1, 3 and 5 have none
@@ -227,30 +188,9 @@ class Server:
 CHUNKED_BF16 = 0.005
 
 
-def assert_chunked_close(
-    actual: dict[str, Tensor],
-    expected: dict[str, Tensor],
-    x: Recurrence,
-    sizes: dict[str, Tensor] | None = None,
-    bf16: float | None = CHUNKED_BF16,
-):
-    """The same of `chunk_gla`, with `cancelling_terms`; relative to `sizes` where given.
-
-    Args:
-        bf16: bound where a dtype is bf16. None: the table's.
-    """
-    assert actual.keys() == expected.keys()
-    accumulation = torch.finfo(torch.promote_types(x.q.dtype, torch.float32))
-    for name, value in actual.items():
-        assert value.dtype == result_dtype(name, x), name
-        bound = max(tolerance(name, t) for t in (value.dtype, x.q.dtype))
-        if bf16 is not None and torch.bfloat16 in (value.dtype, x.q.dtype):
-            bound = bf16
-        bound *= 1 + 3 / max(value.numel(), 1) ** 0.5
-        atol = accumulation.tiny + 8 * accumulation.eps * cancelling_terms(name, x, expected)
-        if sizes is not None:
-            atol += bound * sizes[name].square().mean().nan_to_num().sqrt().item()
-        assert_close(value, expected[name], bound, atol, name)
+def assert_chunked_close(actual, expected, x: Recurrence, sizes=None, bf16=CHUNKED_BF16):
+    """`common.assert_results_close` of `chunk_gla`; with bf16 None the table's bounds."""
+    common.assert_results_close(actual, expected, x, sizes, bf16)
 
 
 @dataclasses.dataclass(frozen=True)

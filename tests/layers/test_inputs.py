@@ -3,12 +3,11 @@
 Equal bits (see common.py): the same calls.
 """
 
-import re
-
 import numpy as np
 import pytest
 import torch
 from common import assert_close, make_inputs, run_python
+from common import raises_exactly as raises
 from cuda_tools import waits_for_nothing
 from models import make_layer, make_model, make_x
 
@@ -27,10 +26,6 @@ from gla_ext.layers.norms import rms_norm
 from gla_ext.layers.short_convolution import ShortConvolution
 from gla_ext.layers.swiglu import swiglu, swiglu_linear
 from gla_ext.model import next_token_loss
-
-
-def raises(error, message):
-    return pytest.raises(error, match="^" + re.escape(message) + "$")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from common import raises_exactly as raises
 from models import make_model
 
 from gla_ext import GatedLinearAttention, MultiheadGLA
@@ -15,11 +16,6 @@ from gla_ext.layers.norms import GatedRMSNorm, RMSNorm
 from gla_ext.layers.short_convolution import ShortConvolution
 from gla_ext.model import GLAMLP
 from gla_ext.model.config import GLAConfig
-
-
-def raises(error, message):
-    return pytest.raises(error, match="^" + re.escape(message) + "$")
-
 
 NAMES = {"int": "an integer", "bool": "True or False", "float": "a number", "str": "a string"}
 SIZES = {"hidden_size": 24, "num_heads": 2}

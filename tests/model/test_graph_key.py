@@ -7,10 +7,10 @@ import functools
 import gc
 import threading
 import time
-import types
 import weakref
 
 import pytest
+import stepped
 import torch
 from models import make_model
 from torch import nn
@@ -101,50 +101,19 @@ def test_plain_values_are_compared(one, other):
     assert keys[0] == keys[1] != keys[2]
 
 
-def plain_forward(x):
-    return x * 0.5
-
-
-def method_forward(self, x):
-    return self.down_proj(self.up_proj(x))
-
-
-def of_layer(name, value):
-    return lambda m: setattr(m.model.layers[0].attn, name, value)
-
-
-# What a step takes in, as options, adapters, methods, hooks and weights.
-CHANGES = {
-    "adapter off": lambda m: setattr(m.model.adapter, "disabled", True),
-    "adapters": lambda m: m.model.adapter.active_adapters.clear(),
-    "rescaled": lambda m: m.model.adapter.scaling.update(default=-20.0),
-    "in place": lambda m: setattr(m.model.adapter.options, "scale", 2.0),
-    "in a list": lambda m: m.model.adapter.mixed[0]["scale"].append(2.0),
-    "clamp_min": of_layer("clamp_min", -1e-3),
-    "normalizer": of_layer("gate_logit_normalizer", 0.1),
-    "activation": of_layer("feature_map_fn", torch.sigmoid),
-    "gate": lambda m: setattr(m.model.layers[0].attn.norm, "activation", "relu"),
-    "eps": lambda m: setattr(m.model.layers[0].attn_norm, "eps", 100.0),
-    "forward": lambda m: setattr(m.model.layers[1].mlp, "forward", plain_forward),
-    "method": lambda m: setattr(
-        m.model.layers[1].mlp, "forward", types.MethodType(method_forward, m.model.layers[1].mlp)
-    ),
-    "hook": lambda m: m.model.layers[0].register_forward_hook(one_hook),
+CHANGES = stepped.CHANGES | {
+    "in place": lambda m: setattr(m.model.layers[0].attn.v_proj.options, "scale", 2.0),
+    "in a list": lambda m: m.model.layers[0].attn.v_proj.mixed[0]["scale"].append(2.0),
     "default of a hook": lambda m: m.scale.append(2.0),
-    "module": lambda m: setattr(m.model.layers[0], "mlp_norm", nn.Identity()),
-    "weights": lambda m: setattr(m.lm_head, "weight", nn.Parameter(m.lm_head.weight.flip(0))),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_changes_a_step_changes_the_key(change):
-    model, scale = make_model(feature_map="relu"), [1.0]
+    model, scale = stepped.make("cpu"), [1.0]
     vars(model)["scale"] = scale
-    model.model.adapter = nn.Identity()
-    vars(model.model.adapter).update(
-        disabled=False, active_adapters=["default"], scaling={"default": 2.0}, options=Options(),
-        mixed=[{"scale": [1.0]}],
-    )  # fmt: skip
+    adapter = model.model.layers[0].attn.v_proj
+    vars(adapter).update(options=Options(), mixed=[{"scale": [1.0]}])
     model.model.norm.register_forward_hook(lambda m, x, y, scale=scale: y * scale[0])
     key = graph_key(model)
     assert key == graph_key(model) is not None
@@ -242,7 +211,7 @@ def test_members_of_classes(monkeypatch):
     monkeypatch.setattr(RMSNorm, "extra_repr", lambda self: "")
     last = graph_key(model)
     assert last != other
-    monkeypatch.setattr(GLAMLP, "forward", method_forward)
+    monkeypatch.setattr(GLAMLP, "forward", stepped.method_forward)
     assert graph_key(model) != last
 
 

@@ -5,7 +5,6 @@ Equal bits (see common.py): own sums, and the same calls.
 
 import functools
 
-import conv_inputs
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -51,7 +50,7 @@ def test_gradcheck(operator):
 
 def calls_of_norm(f):
     for B, optionals in ((2, (1, 1)), (0, (1, 1)), (2, (0, 1)), (2, (1, 0))):
-        x, gate = (laid_out(f(B, 3, 2, 8), "heads of a projection") for _ in range(2))
+        x, gate = (laid_out(f(B, 3, 2, 8), "part of a projection") for _ in range(2))
         weight, gate = f(8) if optionals[0] else None, gate if optionals[1] else None
         rstd = f(B, 3, 2)
         yield ops.rms_norm_gate_fwd, (x, weight, gate, "silu", EPS)
@@ -68,13 +67,13 @@ def calls_of_residual(f):
 
 def calls_of_norm_linear(f):
     for B, weight in ((2, f(8)), (0, None)):
-        o, gate = (laid_out(f(B, 3, 3, 8), "heads of a projection") for _ in range(2))
+        o, gate = (laid_out(f(B, 3, 3, 8), "part of a projection") for _ in range(2))
         yield ops.norm_gate_linear, (o, gate.flatten(-2), f(5, 24), weight, "silu", EPS)
 
 
 def calls_of_swiglu(f):
     for B, bias in ((2, f(4)), (0, None)):
-        gate, up = (laid_out(f(B, 3, 2, 8), "heads of a projection") for _ in range(2))
+        gate, up = (laid_out(f(B, 3, 2, 8), "part of a projection") for _ in range(2))
         yield ops.swiglu_linear, (gate, up, f(4, 8), bias)
         yield ops.swiglu_fwd, (gate, up)
         yield ops.swiglu_bwd, (f(B, 3, 2, 8), gate, up, bias is None)
@@ -94,7 +93,7 @@ def calls_of_gate(f):
 
 def calls_of_convolution(f):
     for W, N, given in ((4, None, True), (4, 2, True), (5, 2, False)):
-        x, dy = (conv_inputs.laid_out(f(1, 6, 8), "slice of a projection") for _ in range(2))
+        x, dy = (laid_out(f(1, 6, 8), "part of a projection") for _ in range(2))
         offsets = None if N is None else torch.tensor([0, 2, 5], device=x.device)
         bias, cache = (f(8), f(N or 1, 8, W)) if given else (None, None)
         inputs = (x, f(8, 1, W), bias, cache, offsets)
@@ -265,7 +264,7 @@ def test_inductor(device, name):
         inputs = operator.make(device, torch.float32, (2, T))
         upstream = upstream_of(operator.function, inputs)
         if name == "convolution":  # where it lies in a projection
-            inputs[0] = conv_inputs.laid_out(inputs[0], "slice of a projection")
+            inputs[0] = laid_out(inputs[0], "part of a projection")
         pair = (results(f, inputs, upstream) for f in (compiled, operator.function))
         for got, wanted in zip(*pair, strict=True):
             torch.testing.assert_close(got, wanted)

@@ -13,7 +13,6 @@ from norm_inputs import BOUND, laid_out, normal
 
 from gla_ext.layers.gate_projection import gate_projection, plain_gate_projection
 
-ops = torch.ops.gla_ext
 # On CUDA a warp has 32 columns and a block of backward 512.
 WIDTHS = (1, 7, 32, 72, 512, 520, 1030)
 
@@ -60,7 +59,7 @@ def test_values_and_gradients(device, rows, R, K, options, dtype):
 
 
 @by_dtype
-@pytest.mark.parametrize("layout", ["heads of a projection", "sliced", "transposed", "misaligned"])
+@pytest.mark.parametrize("layout", ["part of a projection", "sliced", "transposed", "misaligned"])
 def test_layouts(device, layout, dtype):
     inputs, dg = make((2, 9, 3), 16, 72, device, dtype)
     for h, upstream in ((laid_out(inputs[0], layout), dg), (inputs[0], laid_out(dg, layout))):

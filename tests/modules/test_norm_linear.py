@@ -60,7 +60,7 @@ def test_values_and_gradients(device, rows, activation, weighted, dtype):
 @weighted
 def test_the_bits_are_those_of_norm_and_map(device, weighted, dtype):
     """Rows of the gate lie among those of other projections."""
-    inputs, dy = make(device, dtype, weighted, layout="heads of a projection")
+    inputs, dy = make(device, dtype, weighted, layout="part of a projection")
     found, expected = (results(f, inputs, dy) for f in (call, composed))
     for i, (got, wanted) in enumerate(zip(found, expected, strict=True)):
         if device == "cuda" and i == 4:  # dnorm_weight, a sum over blocks, which may be others

@@ -11,7 +11,6 @@ from norm_inputs import EPS, LAYOUTS, exact, laid_out, normal
 
 from gla_ext.layers.norms import RMSNorm, rms_norm, rms_norm_residual
 
-ops = torch.ops.gla_ext
 # On CUDA a row has 32, 128 or 256 threads, or is read in a loop.
 WIDTHS = (1, 7, 64, 256, 264, 1000, 1024, 2048, 2500)
 KINDS = [(dtype, dtype) for dtype in DTYPES]

@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 from common import BAD_OFFSETS, CUDA_DTYPES, DTYPES, assert_close
-from conv_inputs import LAYOUTS, check, exact, laid_out, make, module, results
-from norm_inputs import BOUND, normal
+from conv_inputs import LAYOUTS, check, exact, make, module, results
+from norm_inputs import BOUND, laid_out, normal
 
 from gla_ext.layers.short_convolution import ShortConvolution
 

@@ -26,7 +26,7 @@ MANY = [(70_000, 1, 12), (3, 24_000, 2, 20), (2, 40_001, 1, 8)]  # more rows tha
 SHAPES = [((2, 9, 3, D), None) for D in WIDTHS]
 SHAPES += [((2, 9, 3, D), layout) for D in (64, 72, 77) for layout in (*LAYOUTS, "halves")]
 SHAPES += [((2, 9, D), "halves") for D in (1, 60, 1100)] + [(MANY[0], "halves")]
-SHAPES += [(shape, "heads of a projection") for shape in MANY[1:]]
+SHAPES += [(shape, "part of a projection") for shape in MANY[1:]]
 
 
 @pytest.mark.usefixtures("nan_in_fresh_memory")

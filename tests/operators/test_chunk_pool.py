@@ -45,6 +45,14 @@ def test_other_gates(device, packed, kind):
     assert_same(prompts, prompts.run())
 
 
+def test_out_with_gates_on_values(device):
+    prompts, plain = (Prompts(device, True, gv=True) for _ in range(2))
+    expected = plain.run()
+    out = torch.full_like(expected, torch.nan)
+    prompts.run(out=out)
+    assert torch.equal(out, expected) and torch.equal(prompts.pool, plain.pool)
+
+
 @by_packing
 @pytest.mark.parametrize("left_out", ["slots", "write_slots", "has_initial_state"])
 def test_defaults(device, packed, left_out):
@@ -70,22 +78,10 @@ def test_short_states(device, v_first, storage, packed, T, head):
     assert_same(prompts, prompts.run())
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_indices_of_either_type(device, dtype):
-    prompts = Prompts(device, True)
-    for name in ("slots", "write_slots"):
-        prompts.rows[name] = prompts.rows[name].to(dtype)
-    assert_same(prompts, prompts.run())
-
-
-def test_no_row_in_the_pool(device):
-    prompts = Prompts(device, True)
-    for slots in ([-1] * N, [P] * N, [2**31 - 1, -(2**31), P, -7, 100, -1, P + 1]):
-        o = prompts.run(slots=prompts.indices(slots), write_slots=None)
-        assert not o.any() and torch.equal(prompts.pool, prompts.before)
-    for one in (prompts, Prompts(device, True, dtype=torch.float16, gv=True)):
-        o = one.run(state=one.pool[:0], write_slots=None)
-        assert not o.any() and o.dtype == one.tokens["v"].dtype
+def test_an_empty_pool(device):
+    for prompts in (Prompts(device, True), Prompts(device, True, dtype=torch.float16, gv=True)):
+        o = prompts.run(state=prompts.pool[:0], write_slots=None)
+        assert not o.any() and o.dtype == prompts.tokens["v"].dtype
 
 
 def test_several_go_on_from_one_row(device):
@@ -96,26 +92,6 @@ def test_several_go_on_from_one_row(device):
         "has_initial_state": None,
     }
     assert_same(prompts, prompts.run())
-
-
-@pytest.mark.parametrize("view", ["rows of a wider pool", "a layer of many", "misaligned"])
-@by_packing
-@by_layout
-def test_pools_that_are_views(device, v_first, packed, view, head):
-    prompts = Prompts(device, packed, sizes=(3, *head), v_first=v_first, dtype=torch.bfloat16)
-    before = prompts.before
-    if view == "rows of a wider pool":
-        whole = before.new_full((2 * P, 3, *before.shape[2:]), torch.nan)
-        prompts.pool = whole[::2]
-    elif view == "a layer of many":
-        whole = before.new_full((P, 5, 3, *before.shape[2:]), torch.nan)
-        prompts.pool = whole[:, 2]
-    else:
-        whole = before.new_full((before.numel() + 1,), torch.nan)
-        prompts.pool = whole[1:].view(before.shape)
-    prompts.pool.copy_(before)
-    assert_same(prompts, prompts.run())
-    assert whole.isnan().sum() == whole.numel() - before.numel()
 
 
 def run_piece(prompts, part, packed):

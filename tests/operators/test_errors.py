@@ -5,6 +5,8 @@ import re
 import pytest
 import torch
 from common import make_inputs
+from common import raises_exactly as raises
+from torch.distributed.tensor import distribute_tensor
 
 from gla_ext import chunk_gla
 
@@ -24,10 +26,6 @@ def packed():
 def call(x, **changes):
     tensors = {name: changes.pop(name, getattr(x, name)) for name in "qkvg"}
     return chunk_gla(**tensors, **changes)
-
-
-def raises(error, message):
-    return pytest.raises(error, match="^" + re.escape(message) + "$")
 
 
 SHAPES = "chunk_gla: expected {} to have shape [B, T, HK, {}] = {}, got {}"
@@ -205,18 +203,10 @@ def test_layouts(x):
         call(x, g=x.g.to_mkldnn())
 
 
-def test_dtensor(x):
-    from torch.distributed.tensor import DTensor, Replicate
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-        q = DTensor.from_local(x.q, mesh, [Replicate()], run_check=False)
-        with pytest.raises(NotImplementedError, match="chunk_gla: expected plain tensors, got a D"):
-            call(x, q=q)
-    finally:
-        torch.distributed.destroy_process_group()
+def test_dtensor(x, one_rank):
+    q = distribute_tensor(x.q, one_rank)
+    with pytest.raises(NotImplementedError, match="chunk_gla: expected plain tensors, got a D"):
+        call(x, q=q)
 
 
 def test_missing_tensors(x):

@@ -56,51 +56,44 @@ def over_sequences(x, function) -> tuple[Tensor, Tensor]:
     return o, states
 
 
-def assert_like(results, expected, dtype):
-    for name, value, truth in zip(("o", "final_state"), results, expected, strict=True):
-        assert_close(value, truth, tolerance(name, dtype), name=name)
+DECAYS = {  # operators, what else they are given, the decay of head h of H
+    "retention": (
+        (chunk_retention, fused_recurrent_retention),
+        {},
+        lambda h, H: 1 - 2.0 ** (-5 - h),
+    ),
+    "lightning": (
+        (chunk_lightning_attn, fused_recurrent_lightning_attn),
+        {"layer_idx": 3, "num_layers": 12},
+        lambda h, H: math.exp(-8 / H * h * (1 - 3 / 12)),
+    ),
+    "linear": (
+        (chunk_linear_attn, fused_recurrent_linear_attn),
+        {"normalize": False},
+        lambda h, H: 1.0,
+    ),
+}
 
 
 @by_dtype
 @by_packing
-def test_retention(dtype, lengths):
+@pytest.mark.parametrize("operators, options, decay", DECAYS.values(), ids=DECAYS)
+def test_constant_decays(operators, options, decay, dtype, lengths):
     x = inputs(dtype, lengths)
-    expected = over_sequences(x, lambda q, k, v, h, S: decayed(q, k, v, 1 - 2.0 ** (-5 - h), S))
-    for operator in (chunk_retention, fused_recurrent_retention):
+    H = x.q.shape[2]
+    expected = over_sequences(x, lambda q, k, v, h, S: decayed(q, k, v, decay(h, H), S))
+    for operator in operators:
         results = operator(
             x.q, x.k, x.v, initial_state=x.initial_state, output_final_state=True,
-            cu_seqlens=x.cu_seqlens,
+            cu_seqlens=x.cu_seqlens, **options,
         )  # fmt: skip
-        assert_like(results, expected, dtype)
+        for name, value, truth in zip(("o", "final_state"), results, expected, strict=True):
+            assert_close(value, truth, tolerance(name, dtype), name=name)
+
+
+def test_names_of_others():
     assert fused_chunk_retention is chunk_retention
-
-
-@by_dtype
-@by_packing
-def test_lightning_attention(dtype, lengths):
-    x = inputs(dtype, lengths)
-    layer, layers, H = 3, 12, x.q.shape[2]
-    slopes = [8 / H * h * (1 - layer / layers) for h in range(H)]
-    expected = over_sequences(x, lambda q, k, v, h, S: decayed(q, k, v, math.exp(-slopes[h]), S))
-    for operator in (chunk_lightning_attn, fused_recurrent_lightning_attn):
-        results = operator(
-            x.q, x.k, x.v, layer, layers, initial_state=x.initial_state, output_final_state=True,
-            cu_seqlens=x.cu_seqlens,
-        )  # fmt: skip
-        assert_like(results, expected, dtype)
-
-
-@by_dtype
-@by_packing
-def test_linear_attention(dtype, lengths):
-    x = inputs(dtype, lengths)
-    expected = over_sequences(x, lambda q, k, v, h, S: decayed(q, k, v, 1.0, S))
-    for operator in (chunk_linear_attn, fused_recurrent_linear_attn):
-        results = operator(
-            x.q, x.k, x.v, initial_state=x.initial_state, output_final_state=True,
-            cu_seqlens=x.cu_seqlens, normalize=False,
-        )  # fmt: skip
-        assert_like(results, expected, dtype)
+    assert fused_chunk_linear_attn is chunk_linear_attn
 
 
 def normalized(q, k, v, h, S, z):
@@ -136,7 +129,6 @@ def test_normalized_linear_attention(dtype, lengths):
         x.q, x.k, x.v, initial_state=x.initial_state, normalize=True, cu_seqlens=x.cu_seqlens
     )
     assert alone[1] is None
-    assert fused_chunk_linear_attn is chunk_linear_attn
 
 
 def test_a_sequence_goes_on_from_its_state():

@@ -10,7 +10,6 @@ from recurrence import GATINGS, assert_results_close, exact, make_recurrence, ou
 from gla_ext import fused_recurrent_gla, fused_recurrent_simple_gla
 from gla_ext.selftest import tolerance
 
-ops = torch.ops.gla_ext
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 by_gating = pytest.mark.parametrize("gating", GATINGS)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from common import DTYPES, assert_close
 from recurrence import SLOTS, VERIFIED, make_recurrence
+from views import POOLS, pool_like
 
 from gla_ext import (
     fused_recurrent_gla,
@@ -185,18 +186,12 @@ def test_other_gates(device, gating):
 
 
 @by_layout
-@pytest.mark.parametrize("layout", ["a layer of many", "misaligned"])
+@pytest.mark.parametrize("layout", POOLS)
 def test_pools_that_are_views(device, layout, state_v_first):
     x = Buffered(device, 1, torch.bfloat16, state_v_first, torch.bfloat16, (2, 64, 40), 2)
     whole = {}
     for name, t in x.before.items():
-        if layout == "a layer of many":
-            whole[name] = t.new_full((7, 3, *t.shape[1:]), torch.nan)
-            x.pools[name] = whole[name][:, 1]
-        else:
-            whole[name] = t.new_full((t.numel() + 1,), torch.nan)
-            x.pools[name] = whole[name][1:].view(t.shape)
-        x.pools[name].copy_(t)
+        x.pools[name], whole[name] = pool_like(t, layout)
     x.check()
     for name, t in whole.items():
         assert t.isnan().sum() == t.numel() - (~x.pools[name].isnan()).sum(), name

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from common import assert_close
-from recurrence import GATINGS, SLOTS, Server, assert_verified, make_recurrence
+from recurrence import Server, assert_verified, make_recurrence
 
 from gla_ext import (
     recurrent_gla_commit_,
@@ -11,7 +11,6 @@ from gla_ext import (
     recurrent_gla_verify,
 )
 
-ops = torch.ops.gla_ext
 SHORT = (torch.bfloat16, torch.float16)
 by_state_dtype = pytest.mark.parametrize("state_dtype", SHORT, ids=str)
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -23,21 +22,6 @@ SIZES = [
 
 
 # Pools in 16 bits: fp32 arithmetic, rounded once when a state is written.
-
-
-@by_dtype
-@by_layout
-@by_state_dtype
-@pytest.mark.parametrize("gating", GATINGS)
-@pytest.mark.parametrize("T", [1, 5])
-def test_step_on_short_states(device, T, gating, state_dtype, state_v_first, dtype):
-    server = Server(device, T, dtype, gating, state_v_first, state_dtype)
-    o = recurrent_gla_step_(**server.arguments())
-    expected, pool = server.expected()
-    assert o.dtype == dtype and server.pool.dtype == state_dtype
-    assert torch.equal(o[server.valid], expected)
-    assert not o[[1, 3, 5]].any()
-    assert torch.equal(server.pool, pool)
 
 
 @by_layout
@@ -84,42 +68,6 @@ def test_verify_is_as_exact_as_with_wide_states(device, state_dtype, state_v_fir
     pools = {"state": server.pool.double().cpu(), "slots": server.slots.cpu()}
     truth = recurrent_gla_verify(**double, **pools, **server.options)
     assert_close(o.cpu(), truth, 1e-6)
-
-
-@by_layout
-@by_state_dtype
-def test_commit_on_short_states(device, state_dtype, state_v_first):
-    counts = (0, 3, 2, 5, 6, 1)
-    server = Server(device, 6, state_v_first=state_v_first, state_dtype=state_dtype)
-    recurrent_gla_commit_(**server.arguments("q"), accepted=torch.tensor(counts, device=device))
-    expected = server.before.clone()
-    for row in server.valid.tolist():
-        expected[SLOTS[row]] = server.expected(counts[row])[1][SLOTS[row]]
-    assert torch.equal(server.pool, expected)
-
-
-@by_layout
-@by_state_dtype
-@pytest.mark.parametrize("view", ["a layer of many", "misaligned"])
-def test_short_pools_that_are_views(device, view, state_dtype, state_v_first):
-    options = {"state_v_first": state_v_first, "state_dtype": state_dtype, "sizes": (2, 64, 40)}
-    server = Server(device, 1, **options)
-    before = server.before
-    if view == "a layer of many":
-        whole = before.new_full((7, 5, *before.shape[1:]), torch.nan)
-        server.pool = whole[:, 2]
-    else:
-        whole = before.new_full((before.numel() + 1,), torch.nan)
-        server.pool = whole[1:].view(before.shape)
-    server.pool.copy_(before)
-    o = recurrent_gla_step_(**server.arguments())
-    expected, pool = server.expected()
-    assert torch.equal(o[server.valid], expected)
-    assert torch.equal(server.pool, pool)
-    assert whole.isnan().sum() == whole.numel() - pool.numel()
-    server.before = pool
-    drafts = recurrent_gla_verify(**server.arguments())
-    assert_verified(drafts[server.valid], server.expected()[0])
 
 
 @by_state_dtype
@@ -210,29 +158,6 @@ def test_commit_to_other_slots(device, packed):
         recurrent_gla_step_(**tokens, state=state)
         expected[to] = state[0]
     assert torch.equal(server.pool, expected)
-
-
-# An output that is given.
-
-
-@by_dtype
-@pytest.mark.parametrize("layout", ["contiguous", "rows of a wider tensor", "transposed"])
-def test_out(device, layout, dtype):
-    server, plain = Server(device, 2, dtype), Server(device, 2, dtype)
-    expected = recurrent_gla_step_(**plain.arguments())
-    B, T, H, V = expected.shape
-    if layout == "contiguous":
-        whole = out = expected.new_full((B, T, H, V), torch.nan)
-    elif layout == "transposed":
-        whole = expected.new_full((B, H, T, V), torch.nan)
-        out = whole.transpose(1, 2)
-    else:
-        whole = expected.new_full((B, T, H, V + 3), torch.nan)
-        out = whole[..., 1:-2]
-    assert recurrent_gla_step_(**server.arguments(), out=out) is out
-    assert torch.equal(out, expected)
-    assert torch.equal(server.pool, plain.pool)
-    assert whole.isnan().sum() == whole.numel() - out.numel()
 
 
 @pytest.mark.cuda

@@ -1,48 +1,14 @@
 """Drafts of several lengths, packed: verification and commit with cu_seqlens."""
 
-import itertools
-
 import pytest
 import torch
 from common import assert_close
-from recurrence import make_recurrence
+from ragged import Ragged
 
 from gla_ext import recurrent_gla_commit_, recurrent_gla_step_, recurrent_gla_verify
 
-ops = torch.ops.gla_ext
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 by_layout = pytest.mark.parametrize("state_v_first", [False, True])
-
-
-class Ragged:
-    """Drafts of `LENGTHS` tokens and 3 tokens after them; drafts 2 and 5 have no state."""
-
-    LENGTHS = (3, 1, 16, 0, 20, 2, 9)
-    SLOTS = (4, 0, -1, 5, 6, 7, 2)
-
-    def __init__(self, device, sizes=(2, 64, 40), dtype=torch.float32, state_dtype=torch.float32,
-                 state_v_first=False):  # fmt: skip
-        x = make_recurrence(7, 8, *sizes, dtype=dtype, device=device)
-        x = x.v_first() if state_v_first else x
-        names = ("q", "k", "v", "gk", "gv")
-        end = sum(self.LENGTHS) + 3
-        self.tokens = {n: getattr(x, n).flatten(0, 1)[None, :end] for n in names}
-        self.pool = x.initial_state.to(state_dtype, memory_format=torch.contiguous_format)
-        self.slots = torch.tensor(self.SLOTS, device=device)
-        self.offsets = [0, *itertools.accumulate(self.LENGTHS)]
-        self.cu_seqlens = torch.tensor(self.offsets, device=device)
-        self.state_v_first = state_v_first
-
-    def arguments(self):
-        more = {"cu_seqlens": self.cu_seqlens, "state_v_first": self.state_v_first}
-        return self.tokens | {"state": self.pool, "slots": self.slots} | more
-
-    def alone(self, n):
-        """The tokens of draft n, and its state; without one the state is None."""
-        here = slice(self.offsets[n], self.offsets[n + 1])
-        tokens = {name: t[:, here] for name, t in self.tokens.items()}
-        slot = self.SLOTS[n]
-        return tokens, self.pool[slot][None].clone() if 0 <= slot < 7 else None
 
 
 @by_dtype
@@ -89,38 +55,6 @@ def test_commit_of_ragged_drafts(device, index_dtype, state_dtype, state_v_first
     arguments |= {"cu_seqlens": drafts.cu_seqlens.to(index_dtype)}
     recurrent_gla_commit_(**arguments, accepted=torch.tensor(counts, device=device))
     assert torch.equal(drafts.pool, expected)
-
-
-@by_dtype
-@pytest.mark.parametrize("layout", ["contiguous", "wider rows", "heads first"])
-def test_out(device, layout, dtype):
-    """Has the bits of a fresh output, zeros where there is no draft, and nothing beside it."""
-    drafts = Ragged(device, dtype=dtype)
-    expected = recurrent_gla_verify(**drafts.arguments())
-    _, T, H, V = expected.shape
-    if layout == "heads first":
-        whole = expected.new_full((1, H, T, V), torch.nan)
-        out = whole.transpose(1, 2)
-    else:
-        more = 3 if layout == "wider rows" else 0
-        whole = expected.new_full((1, T, H, V + more), torch.nan)
-        out = whole[..., :V]
-    assert recurrent_gla_verify(**drafts.arguments(), out=out) is out
-    assert torch.equal(out, expected)
-    assert whole.isnan().sum() == whole.numel() - out.numel()
-
-
-def test_out_that_cannot_be():
-    drafts = Ragged("cpu")
-    v = drafts.tokens["v"]
-    with pytest.raises(ValueError, match="verify: expected out to share no memory with v"):
-        recurrent_gla_verify(**drafts.arguments(), out=v)
-    with pytest.raises(NotImplementedError, match="recurrent_gla_verify"):
-        recurrent_gla_verify(**drafts.arguments(), out=torch.zeros_like(v).requires_grad_())
-    out = torch.zeros_like(v)
-    with torch.no_grad():
-        recurrent_gla_verify(**drafts.arguments(), out=out)
-    assert out._version == 1
 
 
 @pytest.mark.cuda

@@ -11,7 +11,6 @@ from gla_ext import chunk_gla, chunk_simple_gla, fused_recurrent_gla, recurrent_
 from gla_ext.layers.norms import rms_norm
 from gla_ext.layers.short_convolution import ShortConvolution
 
-ops = torch.ops.gla_ext
 N = 3
 
 

@@ -1,12 +1,26 @@
-"""A stand-in for CUDA graphs of an engine."""
+"""A model of bytes, and a stand-in for CUDA graphs of an engine."""
 
 import types
 
 import pytest
 import torch
+from models import make_model
 
 from gla_ext.decode import _capture
 from gla_ext.serve import engine, prompts
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(vocab_size=256, eos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    """The model, saved."""
+    path = tmp_path_factory.mktemp("model") / "checkpoint"
+    model.save_pretrained(path)
+    return path
 
 
 @pytest.fixture

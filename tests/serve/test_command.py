@@ -20,13 +20,6 @@ from gla_ext.serve import command
 pytest.importorskip("uvicorn")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "checkpoint"
-    make_model(vocab_size=256, eos_token_id=None).save_pretrained(path)
-    return path
-
-
 def fails(capsys, *arguments) -> str:
     """What the command says as it ends with status 2, which is one line."""
     with pytest.raises(SystemExit) as ended:

@@ -15,11 +15,6 @@ PROMPTS = ["def f(x):", "\N{SNOWMAN}", "", "yes, " * 50]
 
 
 @pytest.fixture(scope="module")
-def model():
-    return make_model(vocab_size=256, eos_token_id=None)
-
-
-@pytest.fixture(scope="module")
 def client(model):
     with client_of(Engine(model, Bytes(), Limits(rows=3, checkpoint_tokens=64))) as client:
         yield client

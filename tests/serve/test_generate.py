@@ -13,18 +13,6 @@ from gla_ext import generate
 from gla_ext.serve.text import Bytes
 
 
-@pytest.fixture(scope="module")
-def model():
-    return make_model(vocab_size=256, eos_token_id=None)
-
-
-@pytest.fixture(scope="module")
-def folder(model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    model.save_pretrained(path)
-    return path
-
-
 def greedy(model, text, count=30) -> str:
     tokens = Bytes().encode(text)
     (row,) = model.generate([tokens], count, temperature=0)

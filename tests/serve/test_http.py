@@ -25,13 +25,6 @@ OPTIONS += ["--rows", "4", "--waiting", "8", "--checkpoint-tokens", "64"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "checkpoint"
-    make_model(vocab_size=256, eos_token_id=None).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def served(folder, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "log"
     with serving(folder, log, *OPTIONS) as server:

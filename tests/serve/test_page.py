@@ -30,11 +30,6 @@ def test_the_route(page):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return make_model(vocab_size=256, eos_token_id=None)
-
-
-@pytest.fixture(scope="module")
 def browser():
     api = pytest.importorskip("playwright.sync_api")
     names = ("chromium", "chromium-browser", "google-chrome")
