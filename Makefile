@@ -94,10 +94,10 @@ train: $(built_stamp)
 	@$(if $(NPROC),$(VENV)/bin/torchrun --nproc-per-node $(NPROC),$(py)) -m gla_ext.train $(TRAIN_ARGS)
 
 test: $(built_stamp)
-	@OMP_NUM_THREADS=1 $(py) -m pytest -n 2 --dist loadgroup -m "not slow" $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(py) -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
 
 test-all: $(built_stamp)
-	@OMP_NUM_THREADS=1 $(py) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(py) -m pytest -n 2 $(PYTEST_ARGS)
 
 # A cache of inductor's each: it gives one setting the code that it made under another.
 test-cpus: $(built_stamp)

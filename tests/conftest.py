@@ -63,6 +63,19 @@ def pytest_report_header() -> str | None:
     return f"{reason}: what is marked cuda is left out" if reason else None
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """One worker takes a whole file of tests/distributed, whose tests share a pool of processes."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file.startswith("tests/distributed/") else nodeid
+
+    return Scheduling(config, log) if config.getvalue("dist") == "load" else None
+
+
 def pytest_collection_modifyitems(items):
     """Drops variants in fp64 on CUDA, which has no kernels for it, and variants that would run the
     same kernels twice. Without a GPU it drops all tests that need one: half of all tests would be
