@@ -135,6 +135,7 @@ def test_what_else_there_is_to_get(client, served):
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).owned_by == "gla_ext"
     assert post(served, b"", "/health", "GET")[::2] == (200, {"status": "ok"})
+    client.completions.create(model=NAME, prompt="a", max_tokens=1)
     found = gauges(served)
     assert found["rows"] == 4
     assert found["time_to_first_token_seconds_count"] >= 1
