@@ -31,12 +31,12 @@ serve(engine, port=0, options=Options(read_seconds={READ_SECONDS}), connections=
 """
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
+@contextlib.contextmanager
+def running(folder):
     """The process and its port."""
     path = os.pathsep.join([ENVIRONMENT["PYTHONPATH"], "tests/helpers"])
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
-    log = tmp_path_factory.mktemp("log") / "log"
+    log = folder / "log"
     with (
         log.open("w") as errors,
         subprocess.Popen(
@@ -50,6 +50,12 @@ def server(tmp_path_factory):
             yield process, int(line.rpartition(":")[2])
         finally:
             process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("log")) as process_and_port:
+        yield process_and_port
 
 
 def connect(port) -> socket.socket:
@@ -106,20 +112,20 @@ def test_the_size_of_a_head(server, size, status):
         assert client.recv(12) == b"HTTP/1.1 " + status
 
 
-def test_what_outlives_the_shutdown_ends(server):
-    process, port = server
-    client = connect(port)
-    body = b'{"prompt": "a", "max_tokens": 1000000, "stream": true}'
-    client.sendall(
-        b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    )
-    assert client.recv(10)
-    start = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    received = b""
-    with contextlib.suppress(ConnectionError):
-        while block := client.recv(1 << 16):
-            received += block
-    assert process.wait(20) == 0
-    assert SHUTDOWN_SECONDS <= time.monotonic() - start < 15
-    assert b"[DONE]" not in received
+def test_what_outlives_the_shutdown_ends(tmp_path):
+    with running(tmp_path) as (process, port):
+        client = connect(port)
+        body = b'{"prompt": "a", "max_tokens": 1000000, "stream": true}'
+        client.sendall(
+            b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
+        assert client.recv(10)
+        start = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            while block := client.recv(1 << 16):
+                received += block
+        assert process.wait(20) == 0
+        assert SHUTDOWN_SECONDS <= time.monotonic() - start < 15
+        assert b"[DONE]" not in received
