@@ -7,6 +7,7 @@ graphs, beside the same calls on states that lie alone, and beside `recurrent_gl
 request has one token. Outputs are compared before anything is timed. Takes ten seconds.
 """
 
+import argparse
 from functools import partial
 
 import torch
@@ -70,6 +71,7 @@ class Calls:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     print(f"{torch.cuda.get_device_name()}, us: on blocks / states alone / recurrent_gla_step_")
     for name, lengths in BATCHES.items():
         calls, row = Calls(lengths), [f"{name:28}"]

@@ -3,8 +3,8 @@
 //   o_t = Sᵀ q^_t + Σ_{j <= t} A_tj v_j      and before, if the new tokens do not fit in the
 //   buffer, S = a_0 .. a_{n-1} ⊙ S + Σ_j k~_j v_jᵀ   which empties it
 //
-// grid    (row, head, kValues values); a block copies all keys of these values to shared memory, 16
-//         bytes at a time, before the first kernel is done
+// grid    (head and kValues values, row); a block copies all keys of these values to shared memory,
+//         16 bytes at a time, before the first kernel is done
 // reads   q^, A, k~ of the first kernel, v [B, T, HK, V], buffer v [P, L, HK, V], state
 //         [P, H, K, V] or v-first
 // writes  o [B, T, H, V], v to the buffer, and the state where it is folded

@@ -103,7 +103,7 @@ class RecurrentCall : Launch {
     find_state_alignment(p);
   }
 
-  // That a block may have on this GPU.
+  // Shared memory that a block may have on this GPU.
   static int shared_bytes() {
     int device = 0, bytes = 0;
     C10_CUDA_CHECK(cudaGetDevice(&device));

@@ -179,7 +179,7 @@ class Engine:
             self.limits.check(request, self.model.config.vocab_size)
             if request.stop and self.tokenizer is None:
                 raise ValueError("expected a tokenizer for stop strings, got none")
-        self.check_room(len(requests))
+        self.check_room(len(requests))  # before sequences take memory, and again as they join
         sequences = [Sequence(request, self.tokenizer) for request in requests]
         with self._lock:
             self.check_room(len(sequences))
