@@ -128,10 +128,15 @@ def capability_flags(capability: str) -> list[str]:
     return macros + KERNEL_WARNINGS + CPU_CAPABILITY_FLAGS[capability]
 
 
-def nvcc_flags(env: dict[str, str], release: tuple[int, int]) -> list[str]:
-    """Flags of that release of nvcc. One with "arch" in it switches TORCH_CUDA_ARCH_LIST off."""
+def nvcc_flags(env: dict[str, str], release: tuple[int, int], archs: list[str]) -> list[str]:
+    """Flags of that release of nvcc. One with "arch" in it switches TORCH_CUDA_ARCH_LIST off.
+
+    SystemExit where PTX for other GPUs would keep an option that their drivers then obey.
+    """
     compress = [COMPRESS] if release >= (12, 8) else []
     spills = SPILLS_ARE_ERRORS if env.get("GLA_EXT_WERROR_SPILLS") == "1" else []
+    if spills and (ptx := [arch for arch in archs if re.fullmatch(r"[\d.]+\+PTX", arch)]):
+        raise SystemExit(f"GLA_EXT_WERROR_SPILLS: expected no PTX for other GPUs, got {ptx}.")
     return NVCC_FLAGS + compress + spills
 
 
@@ -276,7 +281,7 @@ def make_extension() -> tuple[Extension, dict[str, object]]:
         message = f"{message} For {', '.join(archs)}."
         macros = [f'-DGLA_EXT_CUDA="{torch.version.cuda}"']
         macros += [f'-DGLA_EXT_CUDA_ARCHS="{";".join(archs)}"']
-        nvcc = nvcc_flags(dict(os.environ), nvcc_release(find_nvcc()))
+        nvcc = nvcc_flags(dict(os.environ), nvcc_release(find_nvcc()), archs)
     compiled = files["common"] + (files["cuda"] if with_cuda else [])
     capabilities = cpu_capabilities(platform.machine())
     count = len(compiled) + len(files["kernels"]) * len(capabilities)

@@ -19,7 +19,7 @@ def test_losses_are_one_process_s(tmp_path, device):
     """On GPUs of 200 updates of 50 M parameters. All add up the same: one process has two passes an
     update, all is in fp32 and in a fixed order, and gradients are not clipped. Otherwise rounding
     grows: on a CPU one pass and two of one process were .03 apart after 200 updates with clipping,
-    .06 in bf16; on an H200 two processes were .05 from one where embeddings summed by atomics.
+    .06 in bf16; on H200s two processes were .05 from one in no fixed order.
     """
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

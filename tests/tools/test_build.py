@@ -54,17 +54,22 @@ def test_cuda_archs_of_two_variables_and_of_the_gpus_at_hand():
 
 
 def test_nvcc_flags(tmp_path):
-    """Compressed code where nvcc can; a spill fails a build that asks for it."""
+    """Compressed code where nvcc can; a spill fails a build that asks for it, but not the driver's
+    translation of its PTX.
+    """
     nvcc = tmp_path / "nvcc"
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
     nvcc.chmod(0o755)
     assert rules.nvcc_release(str(nvcc)) == (13, 0)
-    assert rules.nvcc_flags({}, (12, 6)) == rules.NVCC_FLAGS
+    assert rules.nvcc_flags({}, (12, 6), []) == rules.NVCC_FLAGS
     for release in ((12, 8), (13, 0)):
-        assert rules.nvcc_flags({}, release).count("--compress-mode=size") == 1
-    flags = rules.nvcc_flags({"GLA_EXT_WERROR_SPILLS": "1"}, (13, 0))
+        assert rules.nvcc_flags({}, release, ["8.0+PTX"]).count("--compress-mode=size") == 1
+    asked = {"GLA_EXT_WERROR_SPILLS": "1"}, (13, 0)
+    flags = rules.nvcc_flags(*asked, ["8.0", "9.0a+PTX"])
     assert "-warn-spills -Xptxas -Werror" in " ".join(flags)
     assert not [flag for flag in flags if "arch" in flag]
+    with pytest.raises(SystemExit, match=r"no PTX for other GPUs, got \['8.0\+PTX'\]"):
+        rules.nvcc_flags(*asked, ["8.0+PTX", "9.0a"])
 
 
 @pytest.mark.parametrize(
