@@ -1,0 +1,18 @@
+"""For pytest-xdist on several GPUs: a GPU for each worker, and failures as they come.
+
+    PYTHONPATH=tests/helpers GPUS=4 pytest -p each_gpu -n 4 -m cuda --ignore tests/distributed
+
+More workers than GPUs are slower: kernels of two processes never run at the same time. Tests that
+need two GPUs are skipped.
+"""
+
+import os
+
+worker = os.environ.get("PYTEST_XDIST_WORKER")
+if worker is not None:  # before torch counts the GPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker[2:]) % int(os.environ["GPUS"]))
+
+
+def pytest_runtest_logreport(report):
+    if report.failed and worker is None:
+        print(f"\n{report.nodeid} failed in {report.when}\n{report.longreprtext[-2000:]}", flush=True)
