@@ -1,5 +1,7 @@
 """chunk_gla over several ranks on the fused path, the ranks one after the other on one GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from common import assert_results_close, assert_same_bits, exact_by_chunks, make_inputs
@@ -97,7 +99,8 @@ def test_the_step_path_and_gates_on_values(dtype):
     gv = make_inputs(2, 200, 2, 28, 28, dtype, 0.5, device="cuda", seed=3).g
     one = named(across_ranks(text_of(x, gv), (200,), uneven=True))
     found = named(across_ranks(text_of(x, gv), (120, 80), uneven=True))
-    assert_results_close(found, {name: value.double() for name, value in one.items()}, x)
+    inputs = SimpleNamespace(**vars(x), gv=gv)
+    assert_results_close(found, {name: value.double() for name, value in one.items()}, inputs)
 
 
 @pytest.mark.parametrize("invariant", [False, True])
