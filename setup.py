@@ -129,12 +129,10 @@ def capability_flags(capability: str) -> list[str]:
 
 
 def nvcc_flags(env: dict[str, str], release: tuple[int, int], archs: list[str]) -> list[str]:
-    """Flags of that release of nvcc. One with "arch" in it switches TORCH_CUDA_ARCH_LIST off.
-
-    SystemExit where PTX for other GPUs would keep an option that their drivers then obey.
-    """
+    """Flags of that release of nvcc. One with "arch" in it switches TORCH_CUDA_ARCH_LIST off."""
     compress = [COMPRESS] if release >= (12, 8) else []
     spills = SPILLS_ARE_ERRORS if env.get("GLA_EXT_WERROR_SPILLS") == "1" else []
+    # PTX keeps the option, and the driver of another GPU obeys it.
     if spills and (ptx := [arch for arch in archs if re.fullmatch(r"[\d.]+\+PTX", arch)]):
         raise SystemExit(f"GLA_EXT_WERROR_SPILLS: expected no PTX for other GPUs, got {ptx}.")
     return NVCC_FLAGS + compress + spills
@@ -175,12 +173,9 @@ def cuda_archs(env: dict[str, str], cuda: str, visible: list[str] | None = None)
     for entry in entries:
         match = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", entry)
         if not match:
-            raise SystemExit(
-                f"{name}: expected architectures such as '8.0;9.0a+PTX', got '{entry}'."
-            )
-        if int(match[1]) < 8:
-            continue
-        archs += {"9.0": ["9.0a"], "9.0+PTX": ["9.0a", "9.0+PTX"]}.get(entry, [entry])
+            raise SystemExit(f"{name}: expected architectures as '8.0;9.0a+PTX', got '{entry}'.")
+        if int(match[1]) >= 8:
+            archs += {"9.0": ["9.0a"], "9.0+PTX": ["9.0a", "9.0+PTX"]}.get(entry, [entry])
     if not archs:
         raise SystemExit(f"{name}: gla_ext needs compute capability 8.0 or higher, got '{asked}'.")
     return list(dict.fromkeys(archs))

@@ -24,7 +24,7 @@ COMPILER = os.environ.get("CXX", "c++")
 # Built where it runs; contraction would round other than the GPU does.
 FLAGS = ["-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra"]
 # Not of the program that runs one kernel.
-OF_THE_LIBRARY = ("cudart.cpp", "streams.cpp", "driver.cpp")
+OF_THE_LIBRARY = ("cudart.cpp", "allocations.cpp", "streams.cpp", "driver.cpp")
 
 
 def alone(build):

@@ -1,98 +1,21 @@
 """Steps on a pool with buffers of the newest tokens, against the recurrence in fp64."""
 
-import re
-
 import pytest
 import torch
+from buffered import BOUNDS, SHORT, Buffered, L, raises
 from common import DTYPES, assert_close
 from recurrence import SLOTS, VERIFIED, make_recurrence
 from views import POOLS, pool_like
 
 from gla_ext import (
-    fused_recurrent_gla,
-    recurrent_gla_buffered_step_,
     recurrent_gla_commit_,
     recurrent_gla_step_,
 )
-from gla_ext.selftest import TOLERANCE
 
-L = 16
-COUNTS = (0, 9, 2, 3, 11, 1, 16)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 by_layout = pytest.mark.parametrize("state_v_first", [False, True])
-SHORT = {torch.bfloat16: 2**-9, torch.float16: 2**-12}  # relative RMS error of rounding
 by_state_dtype = pytest.mark.parametrize("state_dtype", SHORT, ids=str)
-BOUNDS = VERIFIED | {t: TOLERANCE[t] for t in SHORT}
 SIZES = [(1, 1), (7, 33), (64, 64), (128, 256), (130, 70), (256, 96), (300, 40), (512, 64)]
-
-
-class Buffered:
-    """A pool of 7 slots with `COUNTS` tokens in buffers of 16, and a batch of 6 rows with `SLOTS`
-    in it, T tokens of each. Places of a buffer without a token are NaN.
-    """
-
-    def __init__(
-        self, device, T, dtype=torch.float32, state_v_first=False, state_dtype=None,
-        sizes=(4, 20, 28), HK=4, counts=COUNTS, **more,
-    ):  # fmt: skip
-        x = make_recurrence(7, L + T, *sizes, dtype=dtype, gating="gk", device=device, **more)
-        x = (x.v_first() if state_v_first else x).sharing(HK)
-        self.counts = [min(max(n, 0), L) for n in counts]
-        state = x.initial_state.to(state_dtype or x.initial_state.dtype)
-        self.pools = {"state": state.clone(memory_format=torch.contiguous_format)}
-        for name, t in (("buffer_k", x.k), ("buffer_v", x.v), ("buffer_g", x.gk)):
-            self.pools[name] = t[:, :L].clone(memory_format=torch.contiguous_format)
-            for slot, n in enumerate(self.counts):
-                self.pools[name][slot, n:] = torch.nan
-        self.tokens = {n: getattr(x, n)[:6, L:] for n in ("q", "k", "v", "gk")}
-        slots, count = torch.tensor(SLOTS, device=device), torch.tensor(counts, dtype=torch.int32)
-        self.rows = {"slots": slots, "count": count.to(device)}
-        self.state_v_first = state_v_first
-        self.before = {n: t.clone() for n, t in self.pools.items()}
-
-    def step(self, **changes):
-        arguments = self.tokens | self.pools | self.rows | {"state_v_first": self.state_v_first}
-        return recurrent_gla_buffered_step_(**(arguments | changes))
-
-    def run(self, q, k, v, gk, state):
-        """o and the state after these tokens, in fp64."""
-        o, after = fused_recurrent_gla(
-            *(t.double().cpu()[None] for t in (q, k, v, gk)),
-            initial_state=state.double().cpu()[None],
-            output_final_state=True,
-            state_v_first=self.state_v_first,
-        )
-        return o[0], after[0]
-
-    def check(self):
-        """o of a step is the truth, within rounding, and so is all that is written."""
-        count, o = self.rows["count"].clone(), self.step()
-        T, dtype = o.shape[1], o.dtype
-        state_dtype = self.pools["state"].dtype
-        expected = {n: t.clone() for n, t in self.before.items()}
-        for row, slot in enumerate(SLOTS):
-            if not 0 <= slot < 7:
-                assert not o[row].any()
-                continue
-            n = self.counts[slot]
-            q, k, v, gk = (t[row] for t in self.tokens.values())
-            old = [self.before[f"buffer_{x}"][slot, :n] for x in "kvg"]
-            state = self.before["state"][slot]
-            if n + T > L:
-                _, state = self.run(q[:1].expand(n, -1, -1), *old, state)
-                expected["state"][slot] = folded = self.pools["state"][slot]
-                assert_close(folded.cpu(), state, SHORT.get(state_dtype, BOUNDS[torch.float32]))
-                state, n, old = folded, 0, [t[:0] for t in old]
-            new = [torch.cat(pair) for pair in zip(old, (k, v, gk), strict=True)]
-            truth, _ = self.run(torch.cat([q[:1].expand(n, -1, -1), q]), *new, state)
-            bound = BOUNDS[dtype] * (1 + 3 / o[row].numel() ** 0.5)
-            assert_close(o[row].cpu(), truth[n:], bound)
-            for name, t in zip("kvg", (k, v, gk), strict=True):
-                expected[f"buffer_{name}"][slot, n : n + T] = t
-        for name, t in expected.items():
-            assert torch.equal(self.pools[name].nan_to_num(), t.nan_to_num()), name
-        assert torch.equal(count, self.rows["count"])
-        return o
 
 
 @pytest.mark.usefixtures("nan_in_fresh_memory")
@@ -353,72 +276,3 @@ def test_what_fits_every_gpu(monkeypatch):
         with raises(NotImplementedError, "K to be at most 512 on a GPU of less than 140 KiB of "
                     "shared memory a block, got 513"):  # fmt: skip
             x.step()
-
-
-# Errors.
-
-
-def raises(error, message):
-    match = "^" + re.escape("recurrent_gla_buffered_step_: expected " + message) + "$"
-    return pytest.raises(error, match=match)
-
-
-def test_shapes():
-    x = Buffered("cpu", 3)
-    with raises(ValueError, "state to have shape [P, H, V, K] = [7, 4, 28, 20], got "
-                "[7, 4, 20, 28]"):  # fmt: skip
-        x.step(state_v_first=True)
-    for name, size, last in (("buffer_k", 20, "K"), ("buffer_g", 20, "K"), ("buffer_v", 28, "V")):
-        t = x.pools[name]
-        with raises(ValueError, f"{name} to have shape [P, L, HK, {last}] = [7, 16, 4, {size}], "
-                    f"got [6, 16, 4, {size}]"):  # fmt: skip
-            x.step(**{name: t[:6]})
-    with raises(ValueError, "count to have shape [P] = [7], got [6]"):
-        x.step(count=x.rows["count"][:6])
-    few = {n: t[:, :2] for n, t in x.pools.items() if n != "state"}
-    with raises(ValueError, "T to be from 1 to L = 2, the tokens of a buffer, got 3"):
-        x.step(**few)
-    with raises(ValueError, "T to be from 1 to L = 16, the tokens of a buffer, got 0"):
-        x.step(**{n: t[:, :0] for n, t in x.tokens.items()})
-
-
-def test_dtypes():
-    x = Buffered("cpu", 1)
-    for name in ("buffer_k", "buffer_v"):
-        with raises(TypeError, f"{name} to be torch.float32 like q, got torch.bfloat16"):
-            x.step(**{name: x.pools[name].bfloat16()})
-    with raises(TypeError, "buffer_g to be torch.float32 like gk, got torch.bfloat16"):
-        x.step(buffer_g=x.pools["buffer_g"].bfloat16())
-    with raises(TypeError, "buffer_g to be torch.bfloat16, torch.float16 or torch.float32, got "
-                "torch.float64"):  # fmt: skip
-        x.step(buffer_g=x.pools["buffer_g"].double(), gk=None)
-    with raises(TypeError, "count to be torch.int32 or torch.int64, got torch.float32"):
-        x.step(count=x.rows["count"].float())
-    with pytest.raises(TypeError, match="expected scale to be a number, got a tensor; multiply q"):
-        x.step(scale=torch.tensor(0.5))
-
-
-def test_strides_of_pools():
-    x = Buffered("cpu", 1)
-    for name, t in x.pools.items():
-        what = f"the last two dimensions of {name} to be contiguous, got strides "
-        wide = torch.cat([t, t], -1)[..., : t.shape[-1]]
-        with raises(ValueError, what + str(list(wide.stride()))):
-            x.step(**{name: wide})
-        with raises(ValueError, f"the matrices of {name} to lie apart, got sizes {list(t.shape)} "
-                    f"with strides {[0, *t.stride()[1:]]}"):  # fmt: skip
-            x.step(**{name: t[:1].expand(t.shape)})
-
-
-def test_devices():
-    x = Buffered("cpu", 1)
-    for name in ("buffer_k", "buffer_v", "buffer_g", "count"):
-        with raises(ValueError, f"{name} on the device of q, cpu, got meta"):
-            x.step(**{name: (x.pools | x.rows)[name].to("meta")})
-
-
-def test_autocast():
-    x = Buffered("cpu", 1)
-    with torch.autocast("cpu", torch.bfloat16):
-        short = {n: x.pools[n].bfloat16() for n in ("buffer_k", "buffer_v")}
-        assert x.step(**short).dtype == torch.bfloat16
