@@ -20,6 +20,8 @@ NO_SETTINGS = {"PATH"}
 # vLLM's and Python's, which the tests in vLLM set.
 NO_SETTINGS |= {"VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"}
 NO_SETTINGS |= {"PYTHONSAFEPATH"}
+# Of tests on several GPUs.
+NO_SETTINGS |= {"PYTEST_XDIST_WORKER", "CUDA_VISIBLE_DEVICES"}
 
 
 def read_in_the_code() -> set[str]:
