@@ -210,7 +210,8 @@ $(fla_stamp): $(built_stamp)
 		print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
 		> "$$($(VENV)/fla/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first.pth"
 	@$(VENV)/fla/bin/python -m pip --disable-pip-version-check install --quiet \
-		'transformers==$(TRANSFORMERS)' 'flash-linear-attention==$(FLA)' 'fla-core==$(FLA)'
+		'transformers==$(TRANSFORMERS)' 'flash-linear-attention==$(FLA)' 'fla-core==$(FLA)' \
+		'datasets<4.1'  # newer ones need another huggingface_hub than transformers 4
 	@touch $@
 
 $(vllm_stamp): tests/vllm/requirements.txt

@@ -63,7 +63,8 @@ def test_tokens_are_those_without_assistance(options, T, padding, drafted):
     assert len(lengths) < 50  # some drafts were taken
     assert set(lengths[1:]) != {1}
     if drafted is None:
-        assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **given), expected)
+        given |= {"prompt_lookup_num_tokens": 3, "eos_token_id": -1}  # transformers 4.55 needs one
+        assert torch.equal(model.generate(ids, **given), expected)
 
 
 @EVERY

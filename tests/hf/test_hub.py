@@ -89,4 +89,5 @@ def test_a_chat_template_passes_through(tmp_path):
     pipeline = transformers.pipeline("text-generation", model=again, tokenizer=tokenizer)
     answer = pipeline(messages, **options)[0]["generated_text"][-1]
     assert answer["role"] == "assistant"
-    assert answer["content"] == tokenizer.decode(expected[0, 4:], skip_special_tokens=True)
+    content = tokenizer.decode(expected[0, 4:], skip_special_tokens=True)
+    assert answer["content"].lstrip() == content  # transformers 4.55 leaves a blank before it

@@ -53,6 +53,7 @@ def names_elsewhere():
         pass
     else:
         names |= set(inspect.signature(FLAForCausalLM.forward).parameters)
+    names -= {"cumulative_seqlens_q", "cumulative_seqlens_k"}  # of the engine in 4.55
     return names - {"self", "input_ids", "inputs_embeds", "labels", "kwargs"}
 
 
