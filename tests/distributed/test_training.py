@@ -102,7 +102,12 @@ def assert_trains_as_one_process(processes, folder, path, sizes):
         for name, gradient in gradients.items():
             assert_close(own[name], gradient, 1e-5, 1e-7, name=name)
         assert_close(losses, trainer.losses, 1e-5)
-        assert torch.equal(losses, again)
+        if sizes.get("parallel") == "replicate":
+            # Not the same calls: on some CPUs the gradients of a DDP module's first update, which
+            # the loaded trainer's is, have other last bits than those of its later ones.
+            assert_close(again, losses, 1e-6)
+        else:
+            assert torch.equal(losses, again)
         assert found == pytest.approx(bits, rel=1e-5)
         if parameters:
             for name, x in trainer.model.state_dict().items():
