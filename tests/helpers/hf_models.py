@@ -1,9 +1,11 @@
 """Small seeded models of `gla_ext.hf`. Import it after `pytest.importorskip("transformers")`."""
 
 import torch
+import transformers
 
 from gla_ext import hf
 
+MAJOR = int(transformers.__version__.split(".")[0])  # of transformers
 TINY = {
     "hidden_size": 16,
     "num_heads": 2,

@@ -14,7 +14,7 @@ from source_tree import run
 pytest.importorskip("transformers")
 
 import transformers
-from hf_models import HYBRID, PADDED, TINY, make_model
+from hf_models import HYBRID, MAJOR, PADDED, TINY, make_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -23,7 +23,7 @@ from gla_ext.cache import GLACache
 from gla_ext.model import GLAForCausalLM, blocks, checkpoint
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-DTYPE = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
+DTYPE = "dtype" if MAJOR >= 5 else "torch_dtype"
 
 
 def core(tmp_path, of: hf.GLAForCausalLM) -> GLAForCausalLM:
