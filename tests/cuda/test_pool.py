@@ -8,7 +8,7 @@ from common import BAD_OFFSETS, assert_close
 from cuda_tools import gpu_of, launched, peak_bytes
 from pool_inputs import N, P, Prompts
 
-from gla_ext import batch_invariant, recurrent_gla_step_
+from gla_ext import batch_invariant, plan, recurrent_gla_step_
 
 pytestmark = pytest.mark.cuda
 
@@ -102,6 +102,24 @@ def test_segments(packed, sizes, gates):
     assert_near(prompts, o)
     assert_checkpoints(prompts, asks, made, 0.006)
     in_place = make_long(sizes, gates, packed)
+    in_place.rows["write_slots"] = None
+    assert torch.equal(in_place.run(), o)
+
+
+@in_nan
+@by_layout
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 64, 136), (2, 33, 40)], ids=str)
+def test_segments_of_the_steps(sizes, dtype, v_first, monkeypatch):
+    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
+    options = {"packed": False, "v_first": v_first, "dtype": dtype}
+    prompts = make_long(sizes, dtype, **options)
+    assert plan(N, 1500, *sizes, dtype=dtype).forward_segments == 6
+    asks, made = prompts.checkpoints(128)
+    o = prompts.run(**asks)
+    assert_near(prompts, o)
+    assert_checkpoints(prompts, asks, made, 0.006)
+    in_place = make_long(sizes, dtype, **options)
     in_place.rows["write_slots"] = None
     assert torch.equal(in_place.run(), o)
 

@@ -33,7 +33,7 @@ from plans import has_cluster_summaries, reads_prepared, sweeps_gradients
 from recurrence import assert_chunked_close, chunked, make_recurrence
 from steps import STEPS, as_tuple, assert_step_close, step_case
 
-from gla_ext import recurrent_gla_commit_, recurrent_gla_step_, recurrent_gla_verify
+from gla_ext import plan, recurrent_gla_commit_, recurrent_gla_step_, recurrent_gla_verify
 
 pytestmark = [pytest.mark.cuda, pytest.mark.sanitizer]
 
@@ -172,6 +172,17 @@ def test_recurrent(v_first, name):
 )
 def test_fused(name, gate, gate_dtype):
     assert_right(fused_inputs(name, gate, gate_dtype))
+
+
+@by_dtype
+@by_gate
+@pytest.mark.parametrize("sizes", [(1, 800, 1, 64, 136), (2, 835, 1, 33, 40)], ids=str)
+def test_segments_of_the_steps(sizes, gate, dtype, monkeypatch):
+    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
+    x = make_inputs(*sizes, dtype, gate)
+    calls = plan(*sizes, dtype=dtype)
+    assert (calls.path, calls.forward_segments, calls.backward_segments) == ("steps", 4, 4)
+    assert_right(x)
 
 
 @by_gate

@@ -17,11 +17,13 @@ from plans import (
 
 @by_pass
 @pytest.mark.parametrize("change", [{"B": 1}, {"B": 4096}, {"T": 1}, {"T": 1 << 20}, {"H": 1}])
-def test_cuda_steps_depend_on_neither_batch_nor_tokens(change, backward):
+def test_cuda_steps_depend_on_neither_batch_nor_tokens_in_the_mode(change, backward):
     names = ("path", "kernels", "segments", "segment_chunks")
     chosen = [
         {name: plan[name] for name in names}
-        for plan in (steps_plan(backward=backward), steps_plan(backward=backward, **change))
+        for plan in (
+            steps_plan(backward=backward, batch_invariant=True, **shape) for shape in ({}, change)
+        )
     ]
     assert chosen[0] == chosen[1]
     assert chosen[0]["path"] == "steps"
@@ -35,13 +37,14 @@ def test_cuda_steps_workspace(dtype, each, cumsums):
     heads = 4 * 2048 * 4
     keys, scores, tiers = heads * 64 * 4, heads * 64 * each, heads // 64 * TIERS
     states = heads // 64 * 64 * 128 * each
-    forward = steps_plan(dtype=dtype)
+    whole = {"dtype": dtype, "processors": 4}  # too few for segments
+    forward = steps_plan(**whole)
     assert forward["state_bytes"] == states
     assert forward["workspace_bytes"] == cumsums * keys + scores + states + tiers
-    one, packed = steps_plan(dtype=dtype, B=1), steps_plan(dtype=dtype, B=1, N=8)
+    one, packed = steps_plan(**whole, B=1), steps_plan(**whole, B=1, N=8)
     assert packed["state_bytes"] == (32 + 8) * 4 * 64 * 128 * each
     assert packed["workspace_bytes"] > one["workspace_bytes"]
-    backward = steps_plan(dtype=dtype, backward=True)
+    backward = steps_plan(**whole, backward=True)
     assert backward["state_bytes"] == 2 * states
     # dS, and three gradients where their outputs are not fp32; dA takes the place of A.
     gradients = 0 if dtype == "float32" else 3 * keys

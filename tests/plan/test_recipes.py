@@ -166,8 +166,9 @@ def test_steps(N, dtype):
     plan = planned(change)
     first = [*(MAP if N else []), "gate_cumsum"]
     assert plan["path"] == "steps" and "compute capability 9.0" in plan["fused_expects"]
-    assert plan["forward"]["kernels"] == [*first, "chunk_states", *SCORES, "output"]
-    last = [*STATES[dtype], "value_grads", "score_grads", *INTRA, "merge_grads"]
+    summaries = [] if N else ["state_summaries", "segment_scan"]
+    assert plan["forward"]["kernels"] == [*first, *summaries, "chunk_states", *SCORES, "output"]
+    last = [*summaries, *STATES[dtype], "value_grads", "score_grads", *INTRA, "merge_grads"]
     assert plan["backward"]["kernels"] == [*first, *SCORES, *last]
     without = planned(change | {"key_gated": False})
     assert "gate_cumsum" not in without["forward"]["kernels"] + without["backward"]["kernels"]

@@ -13,6 +13,7 @@ from plans import (
     has_cluster_summaries,
     prepared_bytes,
     reads_prepared,
+    steps_plan,
     sweeps_gradients,
 )
 
@@ -304,3 +305,41 @@ def test_calls_on_a_pool_replay_nothing(B, K, segments):
     assert kernels == (segments > 0)
     heads = full_plan(B=B, K=K, on_pool=True, head_gated=True)
     assert heads["kernels"] == full_plan(B=B, K=K, head_gated=True)["kernels"]
+
+
+@by_pass
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("processors", [78, 132])
+@pytest.mark.parametrize(
+    "B, T, H, K, V", [(1, 32768, 4, 128, 256), (1, 2048, 4, 128, 256), (3, 8191, 2, 36, 100)]
+)
+def test_cuda_segments_of_the_steps(B, T, H, K, V, processors, dtype, backward):
+    """At most two blocks a multiprocessor, and every chunk is in a segment."""
+    call = {"T": T, "processors": processors, "dtype": dtype, "backward": backward}
+    plan = steps_plan(B=B, H=H, K=K, V=V, **call)
+    wide = dtype == "bfloat16" and V % 8 == 0
+    sweeps = 2 if backward and dtype == "bfloat16" else 1
+    blocks = B * H * -(-K // 64) * -(-V // (128 if wide else 64)) * sweeps
+    chunks, segments, each = -(-T // 64), plan["segments"], plan["segment_chunks"]
+    assert segments > 1 and segments * blocks <= 2 * processors
+    assert (segments - 1) * each < chunks <= segments * each and 2 * each + 4 < chunks
+    assert "state_summaries" in plan["kernels"] and "segment_scan" in plan["kernels"]
+    whole = steps_plan(B=B, H=H, K=K, V=V, **call, batch_invariant=True)
+    buffers = [K * V, K, *[K * V] * backward]  # a segment's: states, decays, gradients of states
+    places = [-(-B * segments * H * each * 4 // 256) * 256 for each in buffers]
+    assert plan["workspace_bytes"] == whole["workspace_bytes"] + sum(places)
+
+
+@by_pass
+@pytest.mark.parametrize(
+    "change",
+    [
+        *[{"batch_invariant": True}, {"value_gated": True}, {"N": 2}],
+        *[{"T": 64 * 12}, {"B": 32, "T": 2048}],  # too short, enough to fill a GPU
+    ],
+    ids=str,
+)
+def test_cuda_sequences_that_the_steps_sweep_whole(change, backward):
+    shape = {"B": 1, "T": 32768, "H": 4, "K": 128, "V": 256} | change
+    plan = steps_plan(**shape, backward=backward)
+    assert plan["segments"] == 0 and "segment_scan" not in plan["kernels"]

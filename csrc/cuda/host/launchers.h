@@ -19,6 +19,11 @@ void launch_gate_cumsum(const Problem& p, cudaStream_t stream);
 // b -> tiers, for steps that get only b.
 void launch_chunk_tiers(const Problem& p, cudaStream_t stream);
 
+// k v b (b_suffix), and q do b -> segment_states and segment_state_grads, if given, of segments by
+// themselves, and segment_decays.
+void launch_state_summaries(const Problem& p, cudaStream_t stream);
+// h0, dht, segment_decays -> segment_states and segment_state_grads, if given, in place.
+void launch_segment_scan(const Problem& p, cudaStream_t stream);
 // k v b (b_suffix) h0 -> S, and ht if given.
 void launch_chunk_states(const Problem& p, cudaStream_t stream);
 // q k b tiers -> A off the diagonal in tier 1; for whole scores, the diagonal too.

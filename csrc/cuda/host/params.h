@@ -92,7 +92,7 @@ struct PackedTotals {
   int64_t visited;         // entries of by_last_segment: sequences after these have no work
 };
 
-// How sweeps of the fused path cut sequences; all 0 if they do not.
+// How sweeps cut sequences; all 0 if they do not.
 struct Segments {
   int64_t segments = 0;        // of one batch row that sweeps visit
   int64_t segment_chunks = 0;  // chunks of a segment
@@ -190,7 +190,7 @@ struct Problem {
   void* dS = nullptr;  // [B, chunks, H, K, V], the gradient of the state that leaves it
   DType S_dtype = DType::kFloat, dS_dtype = DType::kFloat;  // fp32, or bf16 for bf16 inputs
 
-  // Fused path, if sequences are cut into segments. [B, segment_states, H, K, V]: the state that
+  // If sequences are cut into segments. [B, segment_states, H, K, V]: the state that
   // enters each segment, or the gradient of the state that leaves it; before the scan, what the
   // segment alone adds to it. segment_decays: the sums of its gates in log2 units [B,
   // segment_states, H, K]. Packed sequences have these for each summary, of which a segment may
@@ -214,7 +214,8 @@ struct Problem {
   unsigned char* prepared = nullptr;
 
   // Set by a launcher for its kernel.
-  bool with_A = false;  // prepare: makes A of chunks in tier 1 too
+  bool summarizes = false;  // steps: sweeps make the summaries of segments
+  bool with_A = false;      // prepare: makes A of chunks in tier 1 too
   bool chunk_pairs =
       false;           // of two chunks the first's S and the second's dS: segments/chunk_pairs.cuh
   bool has_A = false;  // strong gradients: prepared chunks have A

@@ -17,6 +17,8 @@
   /* the steps, any shape and GPU */                                                              \
   ROW(kGateCumsum, "gate_cumsum", launch_gate_cumsum)                                             \
   ROW(kChunkTiers, "chunk_tiers", launch_chunk_tiers)                                             \
+  ROW(kStateSummaries, "state_summaries", launch_state_summaries)                                 \
+  ROW(kSegmentScan, "segment_scan", launch_segment_scan)                                          \
   ROW(kChunkStates, "chunk_states", launch_chunk_states)                                          \
   ROW(kScoresOffDiagonal, "scores_off_diagonal", launch_scores_off_diagonal)                      \
   ROW(kStrongScoresOffDiagonal, "strong_scores_off_diagonal", launch_strong_scores_off_diagonal)  \

@@ -1,5 +1,8 @@
 // The step path: a kernel per step, or two if chunks with strong gates have their own.
+#include <algorithm>
+
 #include "paths.h"
+#include "segments.h"
 
 namespace gla_ext::cuda {
 namespace {
@@ -24,17 +27,45 @@ void add_intra_grads(Recipe& kernels, Side side = Side::kKeys) {
   kernels.add(Kernel::kStrongIntraGrads, side);
 }
 
-Recipe forward_steps(const PlanInputs& in, const ChunkGrid& grid) {
+// Sequences are cut if sweeps over whole ones would leave the GPU idle. A multiprocessor holds two
+// blocks. Segments are swept twice, and the scan takes about as long as four chunks. Example: one
+// sequence of 512 chunks with 4 heads of 128 keys and 256 values is 16 blocks of forward; 132
+// multiprocessors hold 16 times as many, so it becomes 16 segments of 32 chunks.
+Segments choose_segments(const PlanInputs& in, const ChunkGrid& grid, bool backward) {
+  constexpr int64_t kTile = 64, kMinChunks = 4, kFewestResidents = 3, kScanChunks = 4;
+  if (in.packed || in.batch_invariant || in.value_gated) return {};
+  const bool is_short = in.dtype == DType::kBFloat16;
+  const bool wide = is_short && in.aligned && in.K % 8 == 0 && in.V % 8 == 0;
+  const int64_t each_head = ceil_div(in.K, kTile) * ceil_div(in.V, wide ? 2 * kTile : kTile);
+  const int64_t blocks = grid.N * in.H * each_head * (backward && is_short ? 2 : 1);
+  const int64_t residents = blocks > 0 ? 2 * in.processors / blocks : 0;
+  if (residents < kFewestResidents) return {};
+  const int64_t longest = ceil_div(in.T, kChunk);
+  Segments cut;
+  cut.segment_chunks = std::max(kMinChunks, ceil_div(longest, residents));
+  if (2 * cut.segment_chunks + kScanChunks >= longest) return {};
+  cut.segments = cut.segment_states = ceil_div(longest, cut.segment_chunks);
+  return cut;
+}
+
+void add_summaries(Recipe& kernels, const Segments& cut) {
+  if (cut.segments == 0) return;
+  kernels.add(Kernel::kStateSummaries);
+  kernels.add(Kernel::kSegmentScan);
+}
+
+Recipe forward_steps(const PlanInputs& in, const ChunkGrid& grid, const Segments& cut) {
   Recipe kernels;
   add_map(kernels, grid);
   add_gates(kernels, in);
+  add_summaries(kernels, cut);
   kernels.add(in.value_gated ? Kernel::kValueGatedStates : Kernel::kChunkStates);
   add_scores(kernels);
   kernels.add(in.value_gated ? Kernel::kValueGatedOutput : Kernel::kOutput);
   return kernels;
 }
 
-Recipe backward_steps(const PlanInputs& in, const ChunkGrid& grid) {
+Recipe backward_steps(const PlanInputs& in, const ChunkGrid& grid, const Segments& cut) {
   Recipe kernels;
   add_map(kernels, grid);
   add_gates(kernels, in);
@@ -49,6 +80,7 @@ Recipe backward_steps(const PlanInputs& in, const ChunkGrid& grid) {
     kernels.add(Kernel::kMergeValueGrads);
     return kernels;
   }
+  add_summaries(kernels, cut);
   if (in.dtype == DType::kBFloat16) {
     kernels.add(Kernel::kStatesAndStateGrads);
   } else {  // one kernel for both would spill
@@ -84,7 +116,8 @@ PassPlan plan_steps(const PlanInputs& in, const ChunkGrid& grid, bool backward) 
   const int64_t keys = token_heads * in.K * kFloatBytes;
   const int64_t states = chunk_state_bytes(in, grid);
   PassPlan plan;
-  plan.kernels = backward ? backward_steps(in, grid) : forward_steps(in, grid);
+  const Segments cut = plan.segments = choose_segments(in, grid, backward);
+  plan.kernels = backward ? backward_steps(in, grid, cut) : forward_steps(in, grid, cut);
   Workspace& w = plan.workspace = step_workspace(grid, in.H, /*tiers=*/true);
   if (in.key_gated) {
     w.add(Buffer::kB, keys);
@@ -92,6 +125,12 @@ PassPlan plan_steps(const PlanInputs& in, const ChunkGrid& grid, bool backward) 
     if (in.dtype == DType::kFloat) w.add(Buffer::kBSuffix, keys);
   } else {
     w.add(Buffer::kNoDecay, in.K * kFloatBytes);
+  }
+  if (cut.segments > 0) {
+    const int64_t heads = grid.B * cut.segment_states * in.H * kFloatBytes;
+    w.add(Buffer::kSegmentStates, heads * in.K * in.V);
+    if (backward) w.add(Buffer::kSegmentStateGrads, heads * in.K * in.V);
+    w.add(Buffer::kSegmentDecays, heads * in.K);
   }
   w.add(Buffer::kA, token_heads * kChunk * each);
   w.add(Buffer::kS, states);

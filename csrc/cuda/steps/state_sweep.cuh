@@ -4,9 +4,16 @@
 //   S' = 2^b_C S + (k 2^(b_C - b))^T v             first chunk first
 //   dS = 2^b_C dS' + (scale q 2^b)^T do            last chunk first
 //
-// grid    (sequence, head, 64 key channels, kColumns values); a block loops over the chunks
-// reads   k v b (b_suffix) h0, or q do b dht
+// grid    (sequence, segment, head, 64 key channels, kColumns values); a block loops over the
+//         chunks of a segment, or of a sequence that is not cut
+// reads   k v b (b_suffix), and h0 or the state that enters the segment; or q do b, and dht or the
+//         gradient of the state that leaves it
 // writes  S entering, or dS' leaving, every chunk, and the final state: ht, or dh0
+//
+// With Problem::summarizes a sweep starts from 0 and writes only what its segment adds to the
+// state, or to its gradient, and the segment's decay, for the scan of segments.cu. No block has the
+// last segment, or the first.
+//
 // With gates on values, the columns of the state decay too, by 2^bv_C, and v and do are already
 // multiplied by their decays. The state is fp32. While a chunk is multiplied, the rows of the next
 // one are loaded.
@@ -39,6 +46,13 @@ struct SweepFields {
         x(kStates ? p.v : p.d_o),
         states(kStates ? p.S : p.dS),
         dtype(kStates ? p.S_dtype : p.dS_dtype) {}
+
+  // Where the scan leaves what a segment starts from; before that, what it adds by itself.
+  static __device__ StateMatrix of_segment(const Problem& p, int64_t n, int64_t segment,
+                                           int32_t head) {
+    return matrix_of(p, kStates ? p.segment_states : p.segment_state_grads,
+                     n * p.grid.segments + segment, head);
+  }
 
   // The state from which a sweep of sequence n starts, and the place for the state at its end.
   static __device__ StateMatrix initial(const Problem& p, int64_t n, int32_t head) {
@@ -86,7 +100,13 @@ struct SweepShared {
   alignas(16) Op x[kTile * kPitchX];                    // [token][V]
   alignas(16) Op state[kStaged ? kTile * kPitchX : 8];  // [K][V]
   alignas(16) float b_last[kTile];                      // [K]
+  float b_segment[kTile];                               // [K], the sum of b_last
 };
+
+// How many segments of a sequence have a block.
+__host__ __device__ inline int64_t swept_segments(const Problem& p) {
+  return p.grid.segments > 0 ? p.grid.segments - p.summarizes : 1;
+}
 
 // Runs block `index` of a sweep. With gates on values, `bv` are their sums, and s_columns
 // [kColumns] is shared memory for a chunk's decays. kCheckpoints: also stores checkpoints.
@@ -99,6 +119,7 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
   using Shared = SweepShared<kAccess, In, kColumns>;
   constexpr Decay kDecay = SweepFields<kSweep>::kDecay;
   constexpr int kPitchY = Shared::kPitchY, kPitchX = Shared::kPitchX;
+  constexpr bool kStates = kSweep == Sweep::kStates;
   const SweepFields<kSweep> f(p);
   const int v_blocks = blocks_of(p.V, kColumns), k_blocks = blocks_of(p.K, kTile);
   const int first_v = static_cast<int>(index % v_blocks) * kColumns;
@@ -106,16 +127,26 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
   const int first_k = static_cast<int>(index % k_blocks) * kTile;
   index /= k_blocks;
   const auto head = static_cast<int32_t>(index % p.H);
-  const auto n = static_cast<int32_t>(index / p.H);
+  index /= p.H;
+  const int64_t swept = swept_segments(p);
+  const auto n = static_cast<int32_t>(index / swept);
+  const bool is_cut = p.grid.segments > 0;
+  const auto segment = static_cast<int32_t>(index % swept) + (!kStates && p.summarizes);
   const int64_t row = p.grid.packed ? 0 : n;
   const Sequence sequence = find_sequence(p, n);
-  const auto chunks = static_cast<ChunkIndex>((sequence.length + kChunk - 1) / kChunk);
+  const auto all = static_cast<ChunkIndex>((sequence.length + kChunk - 1) / kChunk);
+  const auto each = is_cut ? static_cast<ChunkIndex>(p.grid.segment_chunks) : all;
+  const ChunkIndex first = segment * each, chunks = all - first < each ? all - first : each;
 
   const WarpTile<kColumns> warp;
   float acc[2][WarpTile<kColumns>::kN][4];  // [K, V] block of the state
   clear(acc);
   const int matrix = p.K * p.V;
-  if (const StateMatrix initial = f.initial(p, n, head); initial.data != nullptr) {
+  const StateMatrix initial = p.summarizes ? StateMatrix{}
+                              : is_cut     ? f.of_segment(p, n, segment, head)
+                                           : f.initial(p, n, head);
+  if (initial.data != nullptr) {
+    const bool v_first = p.state_v_first && !is_cut;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     initial.with_elements([&](const auto* elements) {
 #pragma unroll
@@ -127,17 +158,17 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
             const int k = first_k + warp.m + 16 * i + g + 8 * (e / 2);
             const int v = first_v + warp.n + 8 * j + 2 * t + e % 2;
             if (k < p.K && v < p.V)
-              acc[i][j][e] = to_float(elements[p.state_v_first ? v * p.K + k : k * p.V + v]);
+              acc[i][j][e] = to_float(elements[v_first ? v * p.K + k : k * p.V + v]);
           }
     });
   }
-  const auto write = [&](const StateMatrix& to) {
+  const auto write = [&](const StateMatrix& to, bool v_first) {
     if (to.data == nullptr) return;
     to.with_elements([&](auto* elements) {
       for_pairs(acc, [&](int r, int c, float s0, float s1) {
         const int k = first_k + warp.m + r, v = first_v + warp.n + c;
         if (k >= p.K) return;
-        if (!p.state_v_first) {
+        if (!v_first) {
           store2<Access::kGeneral>(elements + k * p.V + v, s0, s1, p.V - v);
         } else {
           store2<Access::kGeneral>(elements + v * p.K + k, s0, s0, v < p.V ? 1 : 0);
@@ -147,7 +178,7 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
     });
   };
 
-  const auto chunk_of = [&](ChunkIndex i) { return kSweep == Sweep::kStates ? i : chunks - 1 - i; };
+  const auto chunk_of = [&](ChunkIndex i) { return first + (kStates ? i : chunks - 1 - i); };
   SweepRows<kAccess, In, kDecay, kColumns> rows;
   float column_decay = 1;  // of value first_v + threadIdx.x
   const auto load = [&](ChunkIndex i) {
@@ -162,20 +193,31 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
             rows_at<const float>(*bv, row, sequence.start + done + rows.length - 1, head)[v]);
     }
   };
-  // The last chunk's rows are needed only for the final state.
-  const bool wanted = kCheckpoints || f.last(p, n, head).data != nullptr;
+  const auto last = [&] {
+    const bool ends = kStates ? first + chunks == all : first == 0;
+    return p.summarizes ? f.of_segment(p, n, segment, head)
+           : ends       ? f.last(p, n, head)
+                        : StateMatrix{};
+  };
+  if (threadIdx.x < kTile) s.b_segment[threadIdx.x] = 0;
+  // The last chunk's rows are needed only for the state after it.
+  const bool wanted = kCheckpoints || last().data != nullptr;
   const ChunkIndex multiplied = wanted ? chunks : chunks - 1;
   if (multiplied > 0) load(0);
   const bool with_suffix = has_suffix<In>(p);
   for (ChunkIndex i = 0; i < chunks; ++i) {
     const int64_t state = ((sequence.first_entry + int64_t{chunk_of(i)}) * p.H + head) * matrix;
-    if (threadIdx.x < kTile) s.b_last[threadIdx.x] = rows.b_last;
+    if (threadIdx.x < kTile) {
+      s.b_last[threadIdx.x] = rows.b_last;
+      s.b_segment[threadIdx.x] += rows.b_last;
+    }
     if constexpr (kValueGated)
       if (threadIdx.x < kColumns) s_columns[threadIdx.x] = column_decay;
     if constexpr (Shared::kStaged)
-      for_pairs(acc, [&](int r, int c, float s0, float s1) {
-        store2<Access::kFast>(s.state + (warp.m + r) * kPitchX + warp.n + c, s0, s1, 2);
-      });
+      if (!p.summarizes)
+        for_pairs(acc, [&](int r, int c, float s0, float s1) {
+          store2<Access::kFast>(s.state + (warp.m + r) * kPitchX + warp.n + c, s0, s1, 2);
+        });
     __syncthreads();  // s.b_last and s.state are written
     if (i < multiplied) {
       for_eights<kTile, kTile>([&](int pass, int r, int column) {
@@ -186,7 +228,9 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
       rows.x.store(s.x, takes_tf32<In>(p));
       if (i + 1 < multiplied) load(i + 1);
     }
-    if constexpr (Shared::kStaged) {
+    if (p.summarizes) {
+      // No chunk's state is stored.
+    } else if constexpr (Shared::kStaged) {
       bf16* out = static_cast<bf16*>(f.states) + state;
       for_eights<kTile, kColumns>([&](int, int r, int column) {
         const int k = first_k + r, v = first_v + column;
@@ -224,15 +268,22 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
                                                                   kTile, takes_tf32<In>(p));
     __syncthreads();  // the tiles, s.b_last and s.state are read
     if constexpr (kCheckpoints)
-      if ((i + 1) * kChunk <= sequence.length) write(checkpoint_of(p, n, (i + 1) * kChunk, head));
+      if (const int64_t done = int64_t{chunk_of(i) + 1} * kChunk; done <= sequence.length)
+        write(checkpoint_of(p, n, done, head), p.state_v_first);
   }
-  write(f.last(p, n, head));
+  write(last(), p.state_v_first && !p.summarizes);
+  // The decays of all segments but the last come from the sweep of states.
+  const int channel = first_k + static_cast<int>(threadIdx.x);
+  if (p.summarizes && first_v == 0 && threadIdx.x < kTile && channel < p.K &&
+      (kStates || first + chunks == all))
+    p.segment_decays[((n * p.grid.segments + segment) * p.H + head) * p.K + channel] =
+        s.b_segment[threadIdx.x];
 }
 
 // The number of blocks of one sweep.
 template <int kColumns>
 __host__ __device__ int64_t sweep_blocks(const Problem& p) {
-  return p.grid.N * p.H * blocks_of(p.K, kTile) * blocks_of(p.V, kColumns);
+  return p.grid.N * swept_segments(p) * p.H * blocks_of(p.K, kTile) * blocks_of(p.V, kColumns);
 }
 
 // The body of a kernel that is a single sweep.
