@@ -31,6 +31,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -260,6 +261,7 @@ def main() -> int:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     results = {"environment": environment(), "wrong": [], "shapes": {}}
     wrong = results["wrong"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("check_gpu: ended by SIGTERM"))
     if "correctness" in arguments.only and not run_tests(arguments.out):
         wrong.append("pytest -m cuda failed")
     if arguments.sanitizer and not run_sanitizer(arguments.out):
