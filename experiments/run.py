@@ -43,8 +43,12 @@ EXPERIMENTS = {
     "tokens_32k": tokens.AT_32K,
     "tokens_length": length.ON_TOKENS,
 }
-# Against GLA: what a step takes longer alone on a GPU.
-SLOWER = {"retnet": 1.5, "hyena": 2.5, "rwkv": 2.5, "mamba": 2.0}
+# Against GLA: what a step of recall takes longer alone on an H200, of widths 64 and 128; of Mamba a
+# guess.
+SLOWER = {
+    "attention": 1.5, "gla, convolution": 1.1, "retnet": 1.3,
+    "hyena": 3.6, "rwkv": 7.7, "mamba": 2.0,
+}
 LONGEST_RUN = 450.0  # seconds, which recall has when it shares a GPU, or alone if that is longer
 _START_SECONDS = 20.0  # of a worker: imports, text, the first kernels
 
@@ -87,8 +91,8 @@ def share(run: Run) -> float:
 
 
 def _alone(run: Run) -> float:
-    """Seconds of recall on an H100 that nothing else uses, without an early end."""
-    step = max(1.6e-3, 5e-4 + 1e-10 * run.batch_size * run.seq_len * run.width)
+    """Seconds of recall on an H200 that nothing else uses, without an early end."""
+    step = 1.2e-3 + 1.1e-10 * run.batch_size * run.seq_len * run.width
     return run.steps * step * SLOWER.get(run.layer, 1.0)
 
 

@@ -108,7 +108,7 @@ def test_the_whole_budget_is_for_what_was_not_learned(tmp_path):
     assert {of.steps for of in first} == {50_000} and {of.pairs for of in first} == {64}
     assert len(first) == len(budget.LAYERS) * len(size.widths) * len(budget.RATES["full"])
     column = first[: len(first) // len(size.widths)]  # complete before the next width
-    assert {of.width for of in column} == {size.widths[0]}
+    assert {of.width for of in column} == {budget.FIRST_WIDTH}
     assert {of.steps for of in run.EXPERIMENTS["budget_64"].runs("full", results, "")} == {12_500}
     assert {of.layer for of in other.runs("full", results, "")} == {*budget.LAYERS} - {"gla"}
     for of in first:
@@ -127,7 +127,7 @@ def test_long_runs_share_a_gpu_with_few():
     """So that each ends within a call of ten minutes, unless it is longer alone."""
     runs = list(run.EXPERIMENTS["budget_512"].runs("full", Results([]), ""))
     seconds = {of: run.estimated_seconds(of, Results([])) for of in runs}
-    assert max(seconds.values()) < 560
+    assert all(of < 560 or run.share(key) == 1 for key, of in seconds.items())
     assert all(
         run.share(of) * run.LONGEST_RUN >= run._alone(of) * 0.999 or run.share(of) == 1
         for of in runs
