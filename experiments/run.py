@@ -46,8 +46,12 @@ EXPERIMENTS = {
 # Against GLA: what a step of recall takes longer alone on an H200, of widths 64 and 128; of Mamba a
 # guess.
 SLOWER = {
-    "attention": 1.5, "gla, convolution": 1.1, "retnet": 1.3,
-    "hyena": 3.6, "rwkv": 7.7, "mamba": 2.0,
+    "attention": 1.5,
+    "gla, convolution": 1.1,
+    "retnet": 1.3,
+    "hyena": 3.6,
+    "rwkv": 7.7,
+    "mamba": 2.0,
 }
 LONGEST_RUN = 450.0  # seconds, which recall has when it shares a GPU, or alone if that is longer
 _START_SECONDS = 20.0  # of a worker: imports, text, the first kernels

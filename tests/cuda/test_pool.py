@@ -117,8 +117,9 @@ def test_segments_of_the_steps(sizes, dtype, v_first, monkeypatch):
     assert plan(N, 1500, *sizes, dtype=dtype).forward_segments == 6
     asks, made = prompts.checkpoints(128)
     o = prompts.run(**asks)
-    assert_near(prompts, o)
-    assert_checkpoints(prompts, asks, made, 0.006)
+    assert_checkpoints(prompts, asks, made, 1e-5 if dtype == torch.float32 else 0.006)
+    prompts.pool.copy_(prompts.before)
+    assert_same(prompts, prompts.run())
     in_place = make_long(sizes, dtype, **options)
     in_place.rows["write_slots"] = None
     assert torch.equal(in_place.run(), o)

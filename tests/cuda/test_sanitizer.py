@@ -190,6 +190,19 @@ def test_segments_of_the_steps(sizes, segments, gate, dtype, monkeypatch):
     assert_right(x)
 
 
+@by_dtype
+@pytest.mark.parametrize("gating", ["gk", "none"])
+def test_segments_of_the_steps_that_remember(gating, dtype, monkeypatch):
+    """What one segment adds counts in all others, and states are [V, K]."""
+    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
+    x = make_recurrence(1, 1100, 1, 20, 24, gating=gating, gate=1e-3, dtype=dtype)
+    calls = plan(1, 1100, 1, 20, 24, dtype=dtype, g=gating == "gk")
+    assert calls.forward_segments == calls.backward_segments == 5
+    results = on_cpu(chunked(on_gpu(x.v_first()), state_v_first=True))
+    results |= {name: results[name].mT for name in ("final_state", "dh0")}
+    assert_chunked_close(results, recurrence.exact(x), x)
+
+
 @by_gate
 @pytest.mark.parametrize("kind", ["many values", "several heads a cluster", "few values"])
 def test_operands_that_backward_makes_again(kind, gate, hopper, keep_nothing):

@@ -166,9 +166,10 @@ def test_steps(N, dtype):
     plan = planned(change)
     first = [*(MAP if N else []), "gate_cumsum"]
     assert plan["path"] == "steps" and "compute capability 9.0" in plan["fused_expects"]
-    summaries = [] if N else ["state_summaries", "segment_scan"]
-    assert plan["forward"]["kernels"] == [*first, *summaries, "chunk_states", *SCORES, "output"]
-    last = [*summaries, *STATES[dtype], "value_grads", "score_grads", *INTRA, "merge_grads"]
+    cut = [] if N else ["chunk_states.summaries", "segment_scan"]
+    cut_back = [] if N else [*(f"{name}.summaries" for name in STATES[dtype]), "segment_scan"]
+    assert plan["forward"]["kernels"] == [*first, *cut, "chunk_states", *SCORES, "output"]
+    last = [*cut_back, *STATES[dtype], "value_grads", "score_grads", *INTRA, "merge_grads"]
     assert plan["backward"]["kernels"] == [*first, *SCORES, *last]
     without = planned(change | {"key_gated": False})
     assert "gate_cumsum" not in without["forward"]["kernels"] + without["backward"]["kernels"]

@@ -19,11 +19,6 @@ void launch_gate_cumsum(const Problem& p, cudaStream_t stream);
 // b -> tiers, for steps that get only b.
 void launch_chunk_tiers(const Problem& p, cudaStream_t stream);
 
-// k v b (b_suffix), and q do b -> segment_states and segment_state_grads, if given, of segments by
-// themselves, and segment_decays.
-void launch_state_summaries(const Problem& p, cudaStream_t stream);
-// h0, dht, segment_decays -> segment_states and segment_state_grads, if given, in place.
-void launch_segment_scan(const Problem& p, cudaStream_t stream);
 // k v b (b_suffix) h0 -> S, and ht if given.
 void launch_chunk_states(const Problem& p, cudaStream_t stream);
 // q k b tiers -> A off the diagonal in tier 1; for whole scores, the diagonal too.
@@ -41,6 +36,16 @@ void launch_output(const Problem& p, cudaStream_t stream);
 void launch_state_grads(const Problem& p, cudaStream_t stream);
 // chunk_states and state_grads side by side, in bf16.
 void launch_states_and_state_grads(const Problem& p, cudaStream_t stream);
+
+// What each segment adds by itself: k v b (b_suffix) -> segment_states, segment_decays.
+void launch_chunk_states_summaries(const Problem& p, cudaStream_t stream);
+// q do b -> segment_state_grads, segment_decays of the last segment
+void launch_state_grads_summaries(const Problem& p, cudaStream_t stream);
+// Both side by side, in bf16.
+void launch_states_and_state_grads_summaries(const Problem& p, cudaStream_t stream);
+// h0, dht, segment_decays -> segment_states and segment_state_grads, if given, in place.
+void launch_segment_scan(const Problem& p, cudaStream_t stream);
+
 // k do b (b_suffix) A (A_diagonal) dS -> dv
 void launch_value_grads(const Problem& p, cudaStream_t stream);
 // do v -> dA

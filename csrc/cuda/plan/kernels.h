@@ -17,8 +17,6 @@
   /* the steps, any shape and GPU */                                                              \
   ROW(kGateCumsum, "gate_cumsum", launch_gate_cumsum)                                             \
   ROW(kChunkTiers, "chunk_tiers", launch_chunk_tiers)                                             \
-  ROW(kStateSummaries, "state_summaries", launch_state_summaries)                                 \
-  ROW(kSegmentScan, "segment_scan", launch_segment_scan)                                          \
   ROW(kChunkStates, "chunk_states", launch_chunk_states)                                          \
   ROW(kScoresOffDiagonal, "scores_off_diagonal", launch_scores_off_diagonal)                      \
   ROW(kStrongScoresOffDiagonal, "strong_scores_off_diagonal", launch_strong_scores_off_diagonal)  \
@@ -27,6 +25,12 @@
   ROW(kOutput, "output", launch_output)                                                           \
   ROW(kStateGrads, "state_grads", launch_state_grads)                                             \
   ROW(kStatesAndStateGrads, "states_and_state_grads", launch_states_and_state_grads)              \
+  /* the steps, if sequences are cut: what each segment adds by itself, and the scan */           \
+  ROW(kChunkStatesSummaries, "chunk_states.summaries", launch_chunk_states_summaries)             \
+  ROW(kStateGradsSummaries, "state_grads.summaries", launch_state_grads_summaries)                \
+  ROW(kStatesAndStateGradsSummaries, "states_and_state_grads.summaries",                          \
+      launch_states_and_state_grads_summaries)                                                    \
+  ROW(kSegmentScan, "segment_scan", launch_segment_scan)                                          \
   ROW(kValueGrads, "value_grads", launch_value_grads)                                             \
   ROW(kScoreGrads, "score_grads", launch_score_grads)                                             \
   ROW(kIntraGrads, "intra_grads", launch_intra_grads)                                             \

@@ -27,10 +27,11 @@ void add_intra_grads(Recipe& kernels, Side side = Side::kKeys) {
   kernels.add(Kernel::kStrongIntraGrads, side);
 }
 
-// Sequences are cut if sweeps over whole ones would leave the GPU idle. A multiprocessor holds two
-// blocks. Segments are swept twice, and the scan takes about as long as four chunks. Example: one
-// sequence of 512 chunks with 4 heads of 128 keys and 256 values is 16 blocks of forward; 132
-// multiprocessors hold 16 times as many, so it becomes 16 segments of 32 chunks.
+// Sequences are cut if sweeps over whole ones would leave the GPU idle. A multiprocessor is taken
+// to hold two blocks, and the scan to take as long as four chunks. Segments are swept twice, so two
+// segments gain nothing. Example: one sequence of 512 chunks with 4 heads of 128 keys and 256
+// values is 16 blocks of forward; 132 multiprocessors hold 16 times as many, so it becomes 16
+// segments of 32 chunks.
 Segments choose_segments(const PlanInputs& in, const ChunkGrid& grid, bool backward) {
   constexpr int64_t kTile = 64, kMinChunks = 4, kFewestResidents = 3, kScanChunks = 4;
   if (in.packed || in.batch_invariant || in.value_gated) return {};
@@ -48,9 +49,14 @@ Segments choose_segments(const PlanInputs& in, const ChunkGrid& grid, bool backw
   return cut;
 }
 
-void add_summaries(Recipe& kernels, const Segments& cut) {
+void add_summaries(Recipe& kernels, const PlanInputs& in, const Segments& cut, bool backward) {
   if (cut.segments == 0) return;
-  kernels.add(Kernel::kStateSummaries);
+  if (backward && in.dtype == DType::kBFloat16) {
+    kernels.add(Kernel::kStatesAndStateGradsSummaries);
+  } else {
+    kernels.add(Kernel::kChunkStatesSummaries);
+    if (backward) kernels.add(Kernel::kStateGradsSummaries);
+  }
   kernels.add(Kernel::kSegmentScan);
 }
 
@@ -58,7 +64,7 @@ Recipe forward_steps(const PlanInputs& in, const ChunkGrid& grid, const Segments
   Recipe kernels;
   add_map(kernels, grid);
   add_gates(kernels, in);
-  add_summaries(kernels, cut);
+  add_summaries(kernels, in, cut, /*backward=*/false);
   kernels.add(in.value_gated ? Kernel::kValueGatedStates : Kernel::kChunkStates);
   add_scores(kernels);
   kernels.add(in.value_gated ? Kernel::kValueGatedOutput : Kernel::kOutput);
@@ -80,7 +86,7 @@ Recipe backward_steps(const PlanInputs& in, const ChunkGrid& grid, const Segment
     kernels.add(Kernel::kMergeValueGrads);
     return kernels;
   }
-  add_summaries(kernels, cut);
+  add_summaries(kernels, in, cut, /*backward=*/true);
   if (in.dtype == DType::kBFloat16) {
     kernels.add(Kernel::kStatesAndStateGrads);
   } else {  // one kernel for both would spill

@@ -53,14 +53,26 @@ __global__ void __launch_bounds__(kThreads) segment_scan(Problem p, int64_t bloc
 
 }  // namespace steps
 
-void launch_state_summaries(const Problem& p, cudaStream_t stream) {
-  Problem summaries = p;
-  summaries.summarizes = true;
-  summaries.pool.checkpoint_chunks = 0;
-  if (p.segment_state_grads != nullptr && p.dtype == DType::kBFloat16)
-    return launch_states_and_state_grads(summaries, stream);
-  launch_chunk_states(summaries, stream);
-  if (p.segment_state_grads != nullptr) launch_state_grads(summaries, stream);
+namespace {
+
+Problem summarizing(Problem p) {
+  p.summarizes = true;
+  p.pool.checkpoint_chunks = 0;
+  return p;
+}
+
+}  // namespace
+
+void launch_chunk_states_summaries(const Problem& p, cudaStream_t stream) {
+  launch_chunk_states(summarizing(p), stream);
+}
+
+void launch_state_grads_summaries(const Problem& p, cudaStream_t stream) {
+  launch_state_grads(summarizing(p), stream);
+}
+
+void launch_states_and_state_grads_summaries(const Problem& p, cudaStream_t stream) {
+  launch_states_and_state_grads(summarizing(p), stream);
 }
 
 void launch_segment_scan(const Problem& p, cudaStream_t stream) {

@@ -11,8 +11,8 @@
 // writes  S entering, or dS' leaving, every chunk, and the final state: ht, or dh0
 //
 // With Problem::summarizes a sweep starts from 0 and writes only what its segment adds to the
-// state, or to its gradient, and the segment's decay, for the scan of segments.cu. No block has the
-// last segment, or the first.
+// state, or to its gradient, and the segment's decay, for the scan of segments.cu. Sweeps of S
+// leave out the last segment, those of dS the first.
 //
 // With gates on values, the columns of the state decay too, by 2^bv_C, and v and do are already
 // multiplied by their decays. The state is fp32. While a chunk is multiplied, the rows of the next
