@@ -190,11 +190,10 @@ struct Problem {
   void* dS = nullptr;  // [B, chunks, H, K, V], the gradient of the state that leaves it
   DType S_dtype = DType::kFloat, dS_dtype = DType::kFloat;  // fp32, or bf16 for bf16 inputs
 
-  // If sequences are cut into segments. [B, segment_states, H, K, V]: the state that
-  // enters each segment, or the gradient of the state that leaves it; before the scan, what the
-  // segment alone adds to it. segment_decays: the sums of its gates in log2 units [B,
-  // segment_states, H, K]. Packed sequences have these for each summary, of which a segment may
-  // have several.
+  // If sequences are cut into segments. [B, segment_states, H, K, V]: the state that enters each
+  // segment, or the gradient of the state that leaves it; before the scan, what the segment alone
+  // adds to it. segment_decays: the sums of its gates in log2 units [B, segment_states, H, K].
+  // Packed sequences have these for each summary, of which a segment may have several.
   float* segment_states = nullptr;
   float* segment_state_grads = nullptr;
   float* segment_decays = nullptr;

@@ -1,6 +1,4 @@
 // The step path: a kernel per step, or two if chunks with strong gates have their own.
-#include <algorithm>
-
 #include "paths.h"
 #include "segments.h"
 
@@ -25,28 +23,6 @@ void add_scores(Recipe& kernels, Side side = Side::kKeys) {
 void add_intra_grads(Recipe& kernels, Side side = Side::kKeys) {
   kernels.add(Kernel::kIntraGrads, side);
   kernels.add(Kernel::kStrongIntraGrads, side);
-}
-
-// Sequences are cut if sweeps over whole ones would leave the GPU idle. A multiprocessor is taken
-// to hold two blocks, and the scan to take as long as four chunks. Segments are swept twice, so two
-// segments gain nothing. Example: one sequence of 512 chunks with 4 heads of 128 keys and 256
-// values is 16 blocks of forward; 132 multiprocessors hold 16 times as many, so it becomes 16
-// segments of 32 chunks.
-Segments choose_segments(const PlanInputs& in, const ChunkGrid& grid, bool backward) {
-  constexpr int64_t kTile = 64, kMinChunks = 4, kFewestResidents = 3, kScanChunks = 4;
-  if (in.packed || in.batch_invariant || in.value_gated) return {};
-  const bool is_short = in.dtype == DType::kBFloat16;
-  const bool wide = is_short && in.aligned && in.K % 8 == 0 && in.V % 8 == 0;
-  const int64_t each_head = ceil_div(in.K, kTile) * ceil_div(in.V, wide ? 2 * kTile : kTile);
-  const int64_t blocks = grid.N * in.H * each_head * (backward && is_short ? 2 : 1);
-  const int64_t residents = blocks > 0 ? 2 * in.processors / blocks : 0;
-  if (residents < kFewestResidents) return {};
-  const int64_t longest = ceil_div(in.T, kChunk);
-  Segments cut;
-  cut.segment_chunks = std::max(kMinChunks, ceil_div(longest, residents));
-  if (2 * cut.segment_chunks + kScanChunks >= longest) return {};
-  cut.segments = cut.segment_states = ceil_div(longest, cut.segment_chunks);
-  return cut;
 }
 
 void add_summaries(Recipe& kernels, const PlanInputs& in, const Segments& cut, bool backward) {
@@ -122,7 +98,7 @@ PassPlan plan_steps(const PlanInputs& in, const ChunkGrid& grid, bool backward) 
   const int64_t keys = token_heads * in.K * kFloatBytes;
   const int64_t states = chunk_state_bytes(in, grid);
   PassPlan plan;
-  const Segments cut = plan.segments = choose_segments(in, grid, backward);
+  const Segments cut = plan.segments = choose_step_segments(in, grid, backward);
   plan.kernels = backward ? backward_steps(in, grid, cut) : forward_steps(in, grid, cut);
   Workspace& w = plan.workspace = step_workspace(grid, in.H, /*tiers=*/true);
   if (in.key_gated) {

@@ -10,6 +10,13 @@ bool is_one_tile(const PlanInputs& in) { return in.K <= kTierBlock && in.V <= kT
 // Blocks per head in the sweep that makes all gradients: a cluster of two, or one for small heads.
 int64_t gradient_blocks(const PlanInputs& in) { return is_small_head(in) ? 1 : 2; }
 
+// Blocks per sequence in a sweep of the steps: each has a tile of keys, and of values one or, in
+// bf16 with vector access, two.
+int64_t step_blocks(const PlanInputs& in) {
+  const bool wide = in.dtype == DType::kBFloat16 && in.aligned && in.K % 8 == 0 && in.V % 8 == 0;
+  return in.H * ceil_div(in.K, kTierBlock) * ceil_div(in.V, wide ? 2 * kTierBlock : kTierBlock);
+}
+
 // Blocks per sequence, in all sweeps that run at the same time.
 int64_t sweep_blocks(const PlanInputs& in, Sweeps sweeps) {
   const int64_t blocks = in.H * ceil_div(in.V, kFusedValues);
@@ -20,6 +27,10 @@ int64_t sweep_blocks(const PlanInputs& in, Sweeps sweeps) {
       return 2 * blocks * prepared_key_blocks(in.K);
     case Sweeps::kGradients:
       return gradient_blocks(in) * in.H;
+    case Sweeps::kStepStates:
+      return step_blocks(in);
+    case Sweeps::kStepStatesBoth:
+      return 2 * step_blocks(in);
   }
   return blocks;
 }
@@ -36,6 +47,8 @@ int64_t fewest_residents(const PlanInputs& in, Sweeps sweeps) {
     case Sweeps::kForward:  // with two, the second segment mostly replays the first
       return is_small_head(in) ? 4 : 2;
     case Sweeps::kStates:
+    case Sweeps::kStepStates:  // with two, segments that are swept twice gain nothing
+    case Sweeps::kStepStatesBoth:
       return 3;
     case Sweeps::kGradients:
       return 2;
@@ -123,7 +136,8 @@ bool is_small_head(const PlanInputs& in) {
 }
 
 int64_t resident_blocks(const PlanInputs& in, Sweeps sweeps) {
-  const bool two = sweeps == Sweeps::kForward ? is_small_head(in) : is_one_tile(in);
+  const bool steps = sweeps == Sweeps::kStepStates || sweeps == Sweeps::kStepStatesBoth;
+  const bool two = steps || (sweeps == Sweeps::kForward ? is_small_head(in) : is_one_tile(in));
   return two ? 2 * in.processors : in.processors;
 }
 
@@ -139,6 +153,17 @@ Segments in_halves(Segments cut, const PlanInputs& in) {
 Segments choose_forward_segments(const PlanInputs& in, const ChunkGrid& grid) {
   if (in.in_halves) return in_halves(cut(in, grid, Sweeps::kForward), in);
   return with_replay(cut(in, grid, Sweeps::kForward), in, grid);
+}
+
+// Segments are swept twice, and the scan is taken to cost four chunks. Example: one sequence of 512
+// chunks with 4 heads of 128 keys and 256 values is 16 blocks of forward; 132 multiprocessors hold
+// 16 times as many, so it becomes 16 segments of 32 chunks.
+Segments choose_step_segments(const PlanInputs& in, const ChunkGrid& grid, bool backward) {
+  constexpr int64_t kScanChunks = 4;
+  if (in.packed || in.value_gated) return {};
+  const bool both = backward && in.dtype == DType::kBFloat16;
+  const Segments found = cut(in, grid, both ? Sweeps::kStepStatesBoth : Sweeps::kStepStates);
+  return 2 * found.segment_chunks + kScanChunks < ceil_div(in.T, kChunk) ? found : Segments{};
 }
 
 // Gradients are made in one sweep if its shared memory holds a head's values and is not half empty.

@@ -209,7 +209,7 @@ __device__ __forceinline__ void sweep(SweepShared<kAccess, In, kColumns>& s, con
     const int64_t state = ((sequence.first_entry + int64_t{chunk_of(i)}) * p.H + head) * matrix;
     if (threadIdx.x < kTile) {
       s.b_last[threadIdx.x] = rows.b_last;
-      s.b_segment[threadIdx.x] += rows.b_last;
+      if (p.summarizes) s.b_segment[threadIdx.x] += rows.b_last;
     }
     if constexpr (kValueGated)
       if (threadIdx.x < kColumns) s_columns[threadIdx.x] = column_decay;
