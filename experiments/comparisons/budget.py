@@ -8,7 +8,7 @@ hardest task.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,10 @@ PASSES = {"tiny": 0.4, "full": 64}
 FIRST_WIDTH = 256
 
 
+def _in_order(widths: Iterable[int]) -> list[int]:
+    return sorted(widths, key=lambda width: width != FIRST_WIDTH)
+
+
 @dataclass(frozen=True)
 class Budget:
     """One task of `mqar`.
@@ -37,7 +41,7 @@ class Budget:
         """Of each width the sweeps, then the other seeds; none of a scale with fewer tasks."""
         if self.place >= len(mqar.SCALES[scale].difficulties):
             return
-        for width in sorted(mqar.SCALES[scale].widths, key=lambda width: width != FIRST_WIDTH):
+        for width in _in_order(mqar.SCALES[scale].widths):
             layers = [x for x in LAYERS if self._is_open(scale, x, width, results)]
             yield from self._sweep(scale, width, results).runs(layers)
 
@@ -74,7 +78,9 @@ class Budget:
         }
 
     def report(self, scale: str, results: Results, text: str, folder: Path) -> str:
-        """Draws the task's figure and returns its table: accuracy, and in brackets the rate."""
+        """Draws accuracy over updates in the first column, and over widths where there are more of
+        them; returns a table of accuracies and rates.
+        """
         size = mqar.SCALES[scale]
         drawn = {x: of for x, of in self.done(scale, results).items() if any(of.values())}
         if not drawn:
@@ -82,19 +88,29 @@ class Budget:
         seq_len, pairs, _ = size.difficulties[-1 - self.place]
         sweeps = {width: self._sweep(scale, width, results) for width in size.widths}
         name, rows = f"experiments_budget_{seq_len}.png", []
-        with figure(folder / name) as (axis,):
+        widths = [w for w in _in_order(size.widths) if any(of[w] for of in drawn.values())]
+        with figure(folder / name, min(len(widths), 2)) as (over_updates, *over_widths):
             for place, (layer, of) in enumerate(drawn.items()):
+                curve: dict[float, list[float]] = {}
+                for result in of[widths[0]]:
+                    for update, accuracy in result.details["accuracies"]:
+                        curve.setdefault(update, []).append(accuracy)
                 points = {w: [result.score for result in done] for w, done in of.items() if done}
-                line(axis, layer, points, f"C{place}", MARKERS[place])
+                for axis, what in zip((over_updates, *over_widths), (curve, points), strict=False):
+                    line(axis, layer, what, f"C{place}", MARKERS[place])
                 cells = [spread([result.score for result in done]) for done in of.values()]
-                rates = [f" ({sweep.rate_of(layer)})" for sweep in sweeps.values()]
+                rates = [f" at {sweep.rate_of(layer)}" for sweep in sweeps.values()]
                 rows.append(
                     [layer, *(c + r if c else "" for c, r in zip(cells, rates, strict=True))]
                 )
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(size.widths, [str(width) for width in size.widths])
-            axis.set(title=f"{seq_len} tokens, {pairs} pairs", xlabel="width", ylabel="accuracy")
-            axis.set_ylim(-0.02, 1.02)
-            axis.legend()
-        head = ["layer", *(f"width {width} (rate)" for width in size.widths)]
-        return f"![accuracy against width]({name})\n\n{table(head, rows)}"
+            task = f"{pairs} pairs in {seq_len} tokens"
+            over_updates.set(
+                title=f"{task}, width {widths[0]}", xlabel="updates", ylabel="accuracy"
+            )
+            over_updates.set_ylim(-0.02, 1.02)
+            over_updates.legend()
+            for axis in over_widths:
+                axis.set(title=task, xlabel="width", xscale="log")
+                axis.set_xticks(size.widths, [str(width) for width in size.widths])
+        head = ["layer", *(f"width {width}" for width in size.widths)]
+        return f"![accuracy over updates]({name})\n\n{table(head, rows)}"

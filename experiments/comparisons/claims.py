@@ -117,6 +117,8 @@ def report(scale: str, results: Results, texts: dict[int, str], experiments: dic
                 ours = f"{fmean(a):.3f}, {fmean(b):.3f}{in_brackets(a, b)}"
                 apart = not {*pair}.isdisjoint(differing(scores, of.beside))
                 found = judged(a, b, apart, claim.alike)
+                if claim.alike and apart:
+                    found += ", better" if fmean(a) < fmean(b) else ", worse"
                 rows.append([claim.text, claim.paper, ours, found, f"`{experiment}`, {what}"])
     rows += _of_recall(scale, results, experiments)
     rows += _of_length(scale, results, texts)

@@ -42,8 +42,8 @@ def test_claims_on_bytes_and_on_tokens():
     here, verdict = said[gate, "`tokens_8k`, 8,000 tokens"][2:4]
     assert here.startswith(f"{2**2.001:.3f}, {2**1.001:.3f} (p < 0.001)")
     assert verdict == "differ"
-    as_good = said["GLA is as good as a Transformer++ (Table 1)", "`tokens_8k`, 8,000 tokens"]
-    assert as_good[3] == "differ"
+    as_good = "GLA is as good as a Transformer++ (Table 1)"
+    assert said[as_good, "`tokens_8k`, 8,000 tokens"][3] == "differ, worse"
     heads = said["4 heads are better than 8 (Table 2)", "`ablations`, bytes"]
     assert heads[2:4] == ["2.001, 2.001 (p = 1.000)", "not told apart"]
     values = said[

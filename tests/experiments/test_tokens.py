@@ -112,13 +112,13 @@ def test_the_whole_budget_is_for_what_was_not_learned(tmp_path):
     assert {of.steps for of in run.EXPERIMENTS["budget_64"].runs("full", results, "")} == {12_500}
     assert {of.layer for of in other.runs("full", results, "")} == {*budget.LAYERS} - {"gla"}
     for of in first:
-        results.add(result(of, 0.5 + (of.lr == 2.2e-3) / 4))
+        results.add(result(of, 0.5 + (of.lr == 2.2e-3) / 4, accuracies=[[50_000, 0.5]]))
     after = [of for of in hardest.runs("full", results, "") if of not in results]
     assert {(of.lr, of.seed) for of in after} == {(2.2e-3, 1), (2.2e-3, 2)}
     for of in after:
-        results.add(result(of, 0.75 + of.seed / 100))
+        results.add(result(of, 0.75 + of.seed / 100, accuracies=[[50_000, 0.75]]))
     page = hardest.report("full", results, "", tmp_path)
-    assert "| gla | 0.760 ± 0.010 (0.0022) |" in page
+    assert "| gla | 0.760 ± 0.010 at 0.0022 |" in page
     assert (tmp_path / "experiments_budget_512.png").is_file()
     assert hardest.report("full", Results([]), "", tmp_path) == ""
 
