@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from gla_ext import GatedLinearAttention, chunk_gla
+from gla_ext.model.blocks import GLABlock
 from gla_ext.ops import retention_decay
 
 ROTARY_BASE = 10000.0
@@ -120,8 +121,13 @@ class LinearAttention(GatedLinearAttention):
         return o
 
 
-class NoMLP(nn.Module):
-    """In the place of a block's MLP, where there is none: nothing is added."""
+class WithoutMLP(nn.Module):
+    """A block's norm and layer, `x + attn(attn_norm(x))`, in the place of the whole block."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.zeros((), dtype=x.dtype, device=x.device)
+    def __init__(self, block: GLABlock) -> None:
+        super().__init__()
+        self.attn_norm, self.attn = block.attn_norm, block.attn
+
+    def forward(self, x: Tensor, **attn_args: Any) -> Tensor:
+        """x `[B, T, hidden_size]`."""
+        return x + self.attn(self.attn_norm(x), **attn_args)[0]

@@ -9,7 +9,7 @@ from torch import nn
 
 from experiments import borrowed
 from experiments.hyena import Hyena, ImplicitFilter
-from experiments.layers import LinearAttention, NoMLP
+from experiments.layers import LinearAttention, WithoutMLP
 from experiments.runs import Run
 from gla_ext.layers.attention import Attention
 from gla_ext.model import GLAForCausalLM
@@ -46,8 +46,7 @@ def make_model(layer: str, config: GLAConfig, mlp: bool = True) -> GLAForCausalL
     for index, block in enumerate(model.model.layers):
         block.attn = _attention(layer, config, index)
         if not mlp:
-            block.mlp, block.mlp_norm = NoMLP(), nn.Identity()
-            block.fuse_norm = False  # whose sums want an MLP's output of full size
+            model.model.layers[index] = WithoutMLP(block)
     model.reset_parameters()
     reset_convolutions(model)
     for module in model.modules():

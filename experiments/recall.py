@@ -8,12 +8,14 @@ appendix E; the generator is ours.)
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments import borrowed
@@ -117,6 +119,35 @@ class Passes:
         return self._tokens[chosen].long(), self._targets[chosen].long()
 
 
+class _Embedding(torch.autograd.Function):
+    """Rows of an embedding, with a gradient that is fast where most tokens are 0.
+
+    Torch's adds up what the places of one token give one after the other. Here the 0s of each place
+    in an example are a token of their own, and only these are added up in the end.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.rows = len(weight)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (tokens,) = ctx.saved_tensors
+        seq_len = tokens.shape[1]
+        places = ctx.rows + torch.arange(seq_len, device=tokens.device)
+        apart = torch.where(tokens == 0, places, tokens).int()
+        rows = ctx.rows + seq_len
+        d = torch.ops.aten.embedding_dense_backward(dy, apart, rows, -1, False)
+        d[0] = d[ctx.rows :].sum(0)
+        return d[: ctx.rows], None
+
+
+def _embed(module: nn.Embedding, tokens: Tensor) -> Tensor:
+    return _Embedding.apply(module.weight, tokens)
+
+
 class RecallTrainer(Trainer):
     """The project's trainer on recall, with models of two blocks without an MLP.
 
@@ -143,7 +174,14 @@ class RecallTrainer(Trainer):
 
     def make_model(self) -> nn.Module:
         """Two blocks without an MLP, output matrix and embeddings one, as Zoology's."""
-        run = self.run
+        model = self._make_model(self.run)
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.forward = functools.partial(_embed, module)
+        return model
+
+    @staticmethod
+    def _make_model(run: Run) -> nn.Module:
         if run.layer in borrowed.NAMES:
             return borrowed.Borrowed(run.layer, run.width, run.layers, VOCAB_SIZE, run.seq_len)
         sizes = {"hidden_size": run.width, "num_hidden_layers": run.layers}

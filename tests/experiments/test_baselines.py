@@ -10,7 +10,7 @@ from experiment_runs import RECALL, RUN
 from experiments import borrowed
 from experiments.hyena import Hyena, long_convolution
 from experiments.language import LanguageTrainer
-from experiments.layers import NoMLP
+from experiments.layers import WithoutMLP
 from experiments.models import make_model
 from experiments.recall import RecallTrainer
 from gla_ext.model import count_parameters
@@ -161,4 +161,4 @@ def test_baselines_have_about_as_many_parameters():
         sizes += [count_parameters(borrowed.language_model(n, 512, 4, 8, 64)) for n in NAMES[1:]]
         without = make_model("hyena", ours, mlp=False)
     assert max(sizes) < 1.06 * min(sizes)
-    assert isinstance(without.model.layers[0].mlp, NoMLP)
+    assert isinstance(without.model.layers[0], WithoutMLP)

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from experiments.comparisons.ablations import SCALES, VARIANTS
-from experiments.layers import LinearAttention, NoMLP, rotate
+from experiments.layers import LinearAttention, WithoutMLP, rotate
 from experiments.models import LAYERS, has_state, make_model
 from gla_ext import reference
 from gla_ext.cache import GLACache
@@ -95,7 +95,7 @@ def test_every_model_trains(layer):
 
 def test_without_mlp_a_block_is_its_layer():
     model = make_model("gla", GLAConfig(**TINY), mlp=False)
-    assert all(isinstance(block.mlp, NoMLP) for block in model.model.layers)
+    assert all(isinstance(block, WithoutMLP) for block in model.model.layers)
     block, x = model.model.layers[0].double(), make_x()
     torch.testing.assert_close(block(x), x + block.attn(block.attn_norm(x))[0])
 

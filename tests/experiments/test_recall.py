@@ -76,6 +76,19 @@ def test_recall_trains_on_its_examples_alone():
     torch.testing.assert_close(trainer.loss(inputs, targets), nats)
 
 
+@pytest.mark.parametrize("layer", ["gla", "mamba"])
+def test_embeddings_have_the_gradient_of_torchs(layer):
+    trainer = RecallTrainer(replace(RECALL, layer=layer), CPU)
+    (embedding,) = (x for x in trainer.model.modules() if isinstance(x, torch.nn.Embedding))
+    tokens, _ = trainer.task.examples(3, seed=0, device=CPU)
+    assert (tokens == 0).float().mean() > 0.4
+    dy = torch.randn(*tokens.shape, embedding.embedding_dim)
+    weight = embedding.weight
+    outputs = embedding(tokens), torch.nn.functional.embedding(tokens, weight)
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*(torch.autograd.grad(y, weight, dy) for y in outputs))
+
+
 def test_a_page_of_what_is_done_so_far(tmp_path):
     size = mqar.SCALES["full"]
     task, rate = size.difficulties[1], size.rates[1]
