@@ -110,7 +110,8 @@ class Budget:
             over_updates.set_ylim(-0.02, 1.02)
             over_updates.legend()
             for axis in over_widths:
-                axis.set(title=task, xlabel="width", xscale="log")
+                axis.set_xscale("log", base=2)
+                axis.set(title=task, xlabel="width")
                 axis.set_xticks(size.widths, [str(width) for width in size.widths])
         head = ["layer", *(f"width {width}" for width in size.widths)]
         return f"![accuracy over updates]({name})\n\n{table(head, rows)}"
