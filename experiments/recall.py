@@ -122,8 +122,8 @@ class Passes:
 class _Embedding(torch.autograd.Function):
     """Rows of an embedding, with a gradient that is fast where most tokens are 0.
 
-    Torch's adds up what the places of one token give one after the other. Here the 0s of each place
-    in an example are a token of their own, and only these are added up in the end.
+    Torch sums the gradients of equal tokens one after the other. Here the 0s of each place in an
+    example are a token of their own, and these are summed in the end.
     """
 
     @staticmethod

@@ -8,9 +8,10 @@ hardest task.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from experiments.comparisons import mqar
 from experiments.comparisons.figures import MARKERS, figure, line, table
@@ -26,6 +27,12 @@ FIRST_WIDTH = 256
 
 def _in_order(widths: Iterable[int]) -> list[int]:
     return sorted(widths, key=lambda width: width != FIRST_WIDTH)
+
+
+def _curve(runs: Sequence[Sequence[tuple[int, float]]]) -> dict[float, list[float]]:
+    """Accuracies of all runs at each evaluation; a run that has solved the task stays as it is."""
+    places = sorted({update for run in runs for update, _ in run})
+    return {u: [[score for at, score in run if at <= u][-1] for run in runs] for u in places}
 
 
 @dataclass(frozen=True)
@@ -91,10 +98,7 @@ class Budget:
         widths = [w for w in _in_order(size.widths) if any(of[w] for of in drawn.values())]
         with figure(folder / name, min(len(widths), 2)) as (over_updates, *over_widths):
             for place, (layer, of) in enumerate(drawn.items()):
-                curve: dict[float, list[float]] = {}
-                for result in of[widths[0]]:
-                    for update, accuracy in result.details["accuracies"]:
-                        curve.setdefault(update, []).append(accuracy)
+                curve = _curve([result.details["accuracies"] for result in of[widths[0]]])
                 points = {w: [result.score for result in done] for w, done in of.items() if done}
                 for axis, what in zip((over_updates, *over_widths), (curve, points), strict=False):
                     line(axis, layer, what, f"C{place}", MARKERS[place])
@@ -108,10 +112,15 @@ class Budget:
                 title=f"{task}, width {widths[0]}", xlabel="updates", ylabel="accuracy"
             )
             over_updates.set_ylim(-0.02, 1.02)
-            over_updates.legend()
             for axis in over_widths:
                 axis.set_xscale("log", base=2)
                 axis.set(title=task, xlabel="width")
                 axis.set_xticks(size.widths, [str(width) for width in size.widths])
+                axis.set_xlim(size.widths[0] / 1.25, size.widths[-1] * 1.25)
+            lines: dict[str, Any] = {}  # a layer may have run at other widths alone
+            for axis in (over_updates, *over_widths):
+                handles, names = axis.get_legend_handles_labels()
+                lines |= dict(zip(names, handles, strict=True))
+            over_updates.figure.legend(lines.values(), lines, loc="outside lower center", ncols=4)
         head = ["layer", *(f"width {width}" for width in size.widths)]
         return f"![accuracy over updates]({name})\n\n{table(head, rows)}"

@@ -53,6 +53,26 @@ def test_claims_on_bytes_and_on_tokens():
     assert not any("tokens_32k" in row[4] for row in found)
 
 
+def test_two_that_are_said_to_be_alike():
+    """They differ, one way or the other; or they might, by p alone, and the claim is not proved."""
+    losses = {
+        "differ, better": (1.5, 1.52, 1.54),
+        "differ, worse": (0.5, 0.52, 0.54),
+        "not told apart": (1.05, 1.07, 1.09),
+        "not told apart, as claimed": (1.01, 1.02, 1.03),
+    }
+    for said, those in losses.items():
+
+        def score(of, those=those):
+            level = those if of.layer == "attention" else (1.0, 1.02, 1.04)
+            return level[of.seed] + abs(of.lr - 2e-3)
+
+        (found,) = (
+            row for row in rows(performed(["tokens_8k"], score)) if "Transformer++" in row[0]
+        )
+        assert found[3] == said
+
+
 def test_a_claim_counts_by_the_comparisons_own_test():
     """p < .05 alone is not enough: Holm's correction is for all that are beside GLA."""
     near = {("gla", 4): (1.0, 1.02, 1.04), ("head gate", 4): (1.05, 1.07, 1.09)}

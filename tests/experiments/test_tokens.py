@@ -112,7 +112,11 @@ def test_the_whole_budget_is_for_what_was_not_learned(tmp_path):
     assert {of.steps for of in run.EXPERIMENTS["budget_64"].runs("full", results, "")} == {12_500}
     assert {of.layer for of in other.runs("full", results, "")} == {*budget.LAYERS} - {"gla"}
     for of in first:
+        if of == column[0]:  # one width is drawn without the others
+            assert hardest.report("full", results, "", tmp_path) == ""
         results.add(result(of, 0.5 + (of.lr == 2.2e-3) / 4, accuracies=[[50_000, 0.5]]))
+        if of == column[0]:
+            assert "best of 1" in hardest.report("full", results, "", tmp_path)
     after = [of for of in hardest.runs("full", results, "") if of not in results]
     assert {(of.lr, of.seed) for of in after} == {(2.2e-3, 1), (2.2e-3, 2)}
     for of in after:
@@ -121,6 +125,11 @@ def test_the_whole_budget_is_for_what_was_not_learned(tmp_path):
     assert "| gla | 0.760 ± 0.010 at 0.0022 |" in page
     assert (tmp_path / "experiments_budget_512.png").is_file()
     assert hardest.report("full", Results([]), "", tmp_path) == ""
+
+
+def test_a_run_that_has_solved_the_task_stays_in_the_curve():
+    runs = [[1, 0.2], [2, 0.992]], [[1, 0.1], [2, 0.3], [3, 0.6]]
+    assert budget._curve(runs) == {1: [0.2, 0.1], 2: [0.992, 0.3], 3: [0.992, 0.6]}
 
 
 def test_long_runs_share_a_gpu_with_few():
