@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from models import make_model
+from models import LOG_P, make_model
 from served import client_of
 
 from gla_ext.serve import Engine, Limits
@@ -56,16 +56,16 @@ def test_log_probabilities(client, model, as_tokens, count):
         assert [shown[name][0] for name in ("token_logprobs", "top_logprobs")] == [None, None]
         after, drawn = {name: x[len(tokens) :] for name, x in shown.items()}, new["logprobs"]
         assert after["tokens"] == drawn["tokens"]
-        assert after["token_logprobs"] == pytest.approx(drawn["token_logprobs"], abs=1e-5)
+        assert after["token_logprobs"] == pytest.approx(drawn["token_logprobs"], abs=LOG_P)
         assert [*map(set, after["top_logprobs"])] == [*map(set, drawn["top_logprobs"])]
         offsets = [len(before) + offset for offset in drawn["text_offset"]]
         assert after["text_offset"] == offsets
         rows = expected(model, tokens)[:-1]
         values = [row[token].item() for row, token in zip(rows, tokens[1:], strict=True)]
-        assert shown["token_logprobs"][1 : len(tokens)] == pytest.approx(values, abs=1e-5)
+        assert shown["token_logprobs"][1 : len(tokens)] == pytest.approx(values, abs=LOG_P)
         for row, best in zip(rows, shown["top_logprobs"][1 : len(tokens)], strict=True):
             assert sorted(best.values())[-2:] == pytest.approx(
-                row.topk(2)[0].tolist()[::-1], abs=1e-5
+                row.topk(2)[0].tolist()[::-1], abs=LOG_P
             )
         if prompt.isascii():
             places = zip(shown["tokens"], shown["text_offset"], strict=True)
@@ -86,7 +86,7 @@ def test_the_end_token_has_an_entry(model):
         (choice,) = choices_of(client, **body)
     assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
     wanted = [values[0, tokens[1]].item(), values[1, tokens[2]].item(), values[2, drawn].item()]
-    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(wanted, abs=1e-5)
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(wanted, abs=LOG_P)
 
 
 def test_text_alone(client):
