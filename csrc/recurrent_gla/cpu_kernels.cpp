@@ -106,31 +106,44 @@ inline void load_step(const Problem<T>& p, const Run<T>& run, int64_t t, Recurre
 template <typename T>
 constexpr int kColumnVecs = kPad / Vec<T>::size();
 
+// Rows of a state that are summed before they are added to the others: one sum of 1,000 would be
+// off by more than 1e-6 of it in fp32.
+constexpr int64_t kSummedRows = 128;
+
 // Computes S and o of one token.
 template <typename T>
 inline void forward_token(RecurrentTiles<T>& w) {
   constexpr int n = kColumnVecs<T>;
   constexpr int64_t width = Vec<T>::size();
+  std::memset(w.o, 0, w.Vp * sizeof(T));
   for (int64_t j = 0; j < w.Vp; j += kPad) {
-    Vec<T> v[n], b[n], o[n];
+    Vec<T> v[n], b[n];
 #pragma GCC unroll 4
     for (int x = 0; x < n; ++x) {
       v[x] = Vec<T>::loadu(w.v + j + x * width);
       b[x] = Vec<T>::loadu(w.b + j + x * width);
-      o[x] = Vec<T>(T(0));
     }
-    for (int64_t i = 0; i < w.K; ++i) {
-      const Vec<T> a(w.a[i]), k(w.k[i]), q(w.q[i]);
-      T* row = w.S + i * w.Vp + j;
+    for (int64_t first = 0; first < w.K; first += kSummedRows) {
+      const int64_t end = first + kSummedRows < w.K ? first + kSummedRows : w.K;
+      Vec<T> o[n];
+#pragma GCC unroll 4
+      for (int x = 0; x < n; ++x) o[x] = Vec<T>(T(0));
+      for (int64_t i = first; i < end; ++i) {
+        const Vec<T> a(w.a[i]), k(w.k[i]), q(w.q[i]);
+        T* row = w.S + i * w.Vp + j;
+#pragma GCC unroll 4
+        for (int x = 0; x < n; ++x) {
+          const Vec<T> S = at::vec::fmadd(k, v[x], a * Vec<T>::loadu(row + x * width) * b[x]);
+          S.store(row + x * width);
+          o[x] = at::vec::fmadd(q, S, o[x]);
+        }
+      }
 #pragma GCC unroll 4
       for (int x = 0; x < n; ++x) {
-        const Vec<T> S = at::vec::fmadd(k, v[x], a * Vec<T>::loadu(row + x * width) * b[x]);
-        S.store(row + x * width);
-        o[x] = at::vec::fmadd(q, S, o[x]);
+        T* sum = w.o + j + x * width;
+        (Vec<T>::loadu(sum) + o[x]).store(sum);
       }
     }
-#pragma GCC unroll 4
-    for (int x = 0; x < n; ++x) o[x].store(w.o + j + x * width);
   }
 }
 
@@ -229,7 +242,7 @@ void recurrent_backward(const Problem<T>& p, T* workspace, const Run<T>& run) {
 template <typename T>
 int64_t buffered_workspace(int64_t K, int64_t V, int64_t drafts, int64_t tokens) {
   const int64_t Kp = padded(K), Vp = padded(V);
-  return drafts * (Kp + Vp + tokens) + 2 * Kp + (Kp > Vp ? Kp : Vp);
+  return drafts * (Kp + 2 * Vp + tokens) + 2 * Kp + (Kp > Vp ? Kp : Vp);
 }
 
 template <typename T>
@@ -254,7 +267,7 @@ void buffered(const Problem<T>& p, T* workspace, const BufferedRun<T>& run) {
   const int64_t Kp = padded(p.K), Vp = padded(p.V);
   const int64_t drafts = run.drafts.length, tokens = run.buffer.length, first = tokens - drafts;
   T *q = workspace, *o = q + drafts * Kp, *A = o + drafts * Vp;  // [drafts, Kp | Vp | tokens]
-  T *k = A + drafts * tokens, *a = k + Kp, *row = a + Kp;
+  T *part = A + drafts * tokens, *k = part + drafts * Vp, *a = k + Kp, *row = a + Kp;
   const Vec<T> scale(p.scale);
   for (int64_t t = 0; t < drafts; ++t) {
     load_token(q + t * Kp, p, p.q, run.drafts, t, p.K);
@@ -274,6 +287,7 @@ void buffered(const Problem<T>& p, T* workspace, const BufferedRun<T>& run) {
     for (int64_t t = j > first ? j - first : 0; t < drafts; ++t)
       add_multiple(o + t * Vp, A[t * tokens + j], row, Vp);
   }
+  std::memset(part, 0, drafts * Vp * sizeof(T));  // of o, the rows since it was last added
   const int64_t rows = p.state_v_first ? p.V : p.K, columns = p.state_v_first ? p.K : p.V;
   for (int64_t i = 0; i < rows; ++i) {
     convert_row(row, run.buffer.state_in, run.buffer.state_dtype, i * columns, columns);
@@ -282,7 +296,11 @@ void buffered(const Problem<T>& p, T* workspace, const BufferedRun<T>& run) {
       if (p.state_v_first)
         o[t * Vp + i] += dot(q + t * Kp, row, Kp);
       else
-        add_multiple(o + t * Vp, q[t * Kp + i], row, Vp);
+        add_multiple(part + t * Vp, q[t * Kp + i], row, Vp);
+    if (!p.state_v_first && ((i + 1) % kSummedRows == 0 || i + 1 == rows)) {
+      map<T>(drafts * Vp, [](Vec<T> x, Vec<T> y) { return x + y; }, o, o, part);
+      std::memset(part, 0, drafts * Vp * sizeof(T));
+    }
   }
   for (int64_t t = 0; t < drafts; ++t) store_token(o + t * Vp, p, p.o, run.drafts, t, p.V);
 }
