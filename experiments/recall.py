@@ -8,7 +8,6 @@ appendix E; the generator is ours.)
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -144,10 +143,6 @@ class _Embedding(torch.autograd.Function):
         return d[: ctx.rows], None
 
 
-def _embed(module: nn.Embedding, tokens: Tensor) -> Tensor:
-    return _Embedding.apply(module.weight, tokens)
-
-
 class RecallTrainer(Trainer):
     """The project's trainer on recall, with models of two blocks without an MLP.
 
@@ -174,21 +169,20 @@ class RecallTrainer(Trainer):
 
     def make_model(self) -> nn.Module:
         """Two blocks without an MLP, output matrix and embeddings one, as Zoology's."""
-        model = self._make_model(self.run)
+        run = self.run
+        model: nn.Module
+        if run.layer in borrowed.NAMES:
+            model = borrowed.Borrowed(run.layer, run.width, run.layers, VOCAB_SIZE, run.seq_len)
+        else:
+            sizes = {"hidden_size": run.width, "num_hidden_layers": run.layers}
+            sizes |= {"num_heads": run.heads, "vocab_size": VOCAB_SIZE}
+            sizes |= {"max_position_embeddings": run.seq_len}
+            config = GLAConfig(**sizes, tie_word_embeddings=run.tied)
+            model = make_model(run.layer, config, mlp=False)
         for module in model.modules():
             if isinstance(module, nn.Embedding):
-                module.forward = functools.partial(_embed, module)
+                module.forward = lambda tokens, of=module: _Embedding.apply(of.weight, tokens)
         return model
-
-    @staticmethod
-    def _make_model(run: Run) -> nn.Module:
-        if run.layer in borrowed.NAMES:
-            return borrowed.Borrowed(run.layer, run.width, run.layers, VOCAB_SIZE, run.seq_len)
-        sizes = {"hidden_size": run.width, "num_hidden_layers": run.layers}
-        sizes |= {"num_heads": run.heads, "vocab_size": VOCAB_SIZE}
-        sizes |= {"max_position_embeddings": run.seq_len}
-        config = GLAConfig(**sizes, tie_word_embeddings=run.tied)
-        return make_model(run.layer, config, mlp=False)
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         logits, values = self._answers(inputs, targets)
