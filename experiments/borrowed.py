@@ -7,9 +7,11 @@ of tokens by products of matrices, as the loop of transformers would be slow on 
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla_ext.model.causal_lm import CausalLMOutput
@@ -48,6 +50,7 @@ class Borrowed(nn.Module):
         if name == "mamba":
             from transformers import MambaConfig, MambaModel
 
+            options["initializer_range"] = 0.02  # as our models; its own is 0.1
             self.model = MambaModel(MambaConfig(**options, use_cache=False))
         else:
             from transformers import RwkvConfig, RwkvModel
@@ -96,24 +99,34 @@ def wkv(
         raise NotImplementedError("wkv: expected no state to start from or to return")
     with torch.autocast(key.device.type, enabled=False):
         wide = torch.promote_types(key.dtype, torch.float32)
-        k, v, w = key.to(wide), value.to(wide), time_decay.to(wide).exp()
-        first = time_first.to(wide).exp()
-        decay = _decays(w, min(_CHUNK, k.shape[1]))
-        highest = k[:, :_CHUNK].amax(1).detach()  # [B, D], of the exponents that sums are beside
-        carried, parts = k.new_zeros(*highest.shape, 2), []
-        for k_c, v_c in zip(k.split(_CHUNK, 1), v.split(_CHUNK, 1), strict=True):
-            n, before = k_c.shape[1], highest
-            highest = torch.maximum(before, k_c.amax(1).detach())
-            e = (k_c - highest.unsqueeze(1) + _HIGHEST).clamp_min(_LOWEST).exp()
-            x = torch.stack([e * v_c, e], -1)  # [B, n, D, 2]
-            carried = carried * (before - highest).exp().unsqueeze(-1)
-            age = torch.arange(n + 1, device=w.device)[:, None, None]
-            sums = torch.einsum("dti,bidj->btdj", decay[:, : n + 1, :n], x)
-            sums = sums + torch.exp(-age * w.unsqueeze(-1)) * carried.unsqueeze(1)
-            carried = sums[:, n]
-            a, b = (sums[:, :n] + first.unsqueeze(-1) * x).unbind(-1)
-            parts.append(a / b)
-        return torch.cat(parts, 1).to(value.dtype), None
+        w, first = time_decay.to(wide).exp(), time_first.to(wide).exp()
+        T = key.shape[1]
+        n = min(_CHUNK, T)
+        k, v = (_chunks(x.to(wide), n, of) for x, of in ((key, -math.inf), (value, 0.0)))
+        highest = k.amax(1, keepdim=True).detach().cummax(2).values  # [D, 1, N, B], of all so far
+        e = (k - (highest - _HIGHEST)).clamp_min(_LOWEST).exp()
+        within = _decays(w, n) + first[:, None, None] * torch.eye(n + 1, n, device=w.device)
+        within, at_end = within.split([n, 1], 1)
+        since = torch.arange(n, device=w.device)[:, None, None]
+        fade = torch.exp(-since * w[:, None, None, None])  # [D, n, 1, 1]
+        # [D, N, N, B]: what a chunk's sum has become at the beginning of a later one.
+        between = _decays(n * w, k.shape[2])[:, :-1].unsqueeze(-1)
+        between = between * (highest - highest.transpose(1, 2)).clamp_max(0).exp()
+
+        def sums(x: Tensor) -> Tensor:
+            """The decayed sums of what each token adds, both `[D, n, N, B]`."""
+            ends = (at_end @ x.flatten(2)).unflatten(2, x.shape[2:])
+            before = (between * ends).sum(2).unsqueeze(1)
+            return torch.addcmul((within @ x.flatten(2)).view_as(x), fade, before)
+
+        o = (sums(e * v) / sums(e)).permute(3, 2, 1, 0).flatten(1, 2)
+        return o[:, :T].to(value.dtype), None
+
+
+def _chunks(x: Tensor, n: int, padding: float) -> Tensor:
+    """`[B, T, D]` in chunks of n tokens, `[D, n, N, B]`; the last is filled up."""
+    x = F.pad(x, (0, 0, 0, -x.shape[1] % n), value=padding)
+    return x.unflatten(1, (-1, n)).permute(3, 2, 1, 0).contiguous()
 
 
 def _decays(w: Tensor, n: int) -> Tensor:
