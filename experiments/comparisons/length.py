@@ -92,6 +92,7 @@ class Lengths:
                             points.setdefault(position, []).append(bits)
                     line(axis, layer, points, f"C{place}")
                 axis.set(title=f"trained at {length}", xlabel=f"position, {unit}")
+                axis.locator_params("x", nbins=5)
             low = min(bits for curves in done.values() for curve in curves for _, bits in curve)
             axes[0].set(ylabel="bits a byte", ylim=(low - 0.1, low + 2.5))
             axes[0].legend()
