@@ -7,6 +7,8 @@
 // writes  o [B, 1, H, V], state
 // gk is rounded to the inputs' dtype, as by the separate operator. State and W are read before the
 // previous kernel ends.
+#include <type_traits>
+
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
 #include "state_rows.cuh"
@@ -14,8 +16,6 @@
 namespace gla_ext::cuda {
 namespace recurrent {
 namespace {
-
-constexpr int kEarly = 2;  // times 8 ranks, whose weights are loaded early
 
 template <class T>
 __device__ __forceinline__ float dot(const Eight<T>& a, const Eight<T>& b, float sum) {
@@ -66,6 +66,13 @@ class Gates {
 
  private:
   static constexpr int kEach = kK <= Tile::kThreads ? 1 : kK / Tile::kThreads;
+  // Times 8 ranks, whose weights are loaded early. From compute capability 10.0 on, registers would
+  // spill with two of them beside the state of ValueRows.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  static constexpr int kEarly = std::is_same_v<Tile, ValueRows<kK>> ? 1 : 2;
+#else
+  static constexpr int kEarly = 2;
+#endif
 
   __device__ __forceinline__ static int key(int i) {
     return i * Tile::kThreads + static_cast<int>(threadIdx.x);

@@ -20,6 +20,15 @@ namespace recurrent {
 constexpr int kChain = 8;  // keys, or fours of keys, that a sum adds in sequence
 template <int kK>
 constexpr int kShortValues = 32768 / (kK > 256 ? kK : 256);  // values of a block
+// Steps whose states a thread has in registers at once. From compute capability 10.0 on, registers
+// would spill with two of them and gates on values.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+template <bool kValueGates>
+constexpr int kShortSteps = kValueGates ? 1 : 2;
+#else
+template <bool>
+constexpr int kShortSteps = 2;
+#endif
 
 template <bool kValueGates>
 __device__ __forceinline__ float moved(float S, float a, float b, float k, float v) {
@@ -284,7 +293,7 @@ __global__ void __launch_bounds__(Tile::kThreads, count_short_blocks<Tile>())
   tile.load_token(p, run, first_value, s);
   __syncthreads();  // the token is written
   tile.template take_token<kValueGates>(s);
-#pragma unroll 2
+#pragma unroll(kShortSteps<kValueGates>)
   for (int step = 0; step < kChain; ++step, to += Tile::step_bytes(p)) {
     // Each step commits an empty group, so that waiting for all but the newest kChain groups waits
     // for this step's copies.

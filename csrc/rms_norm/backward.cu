@@ -25,7 +25,7 @@ constexpr int64_t kSharedColumns = 8192;  // most columns of dw in shared memory
 // Blocks a multiprocessor, as many as possible without register spills.
 constexpr int blocks_at_once(bool wide, bool fp32, bool output, int major) {
   const bool large = fp32 && major >= 10;
-  return output ? (large ? 1 : 2) : (wide && large ? 2 : 3);
+  return output ? (large ? 1 : 2) : ((wide && large) || major >= 12 ? 2 : 3);
 }
 #if defined(__CUDA_ARCH__)
 constexpr int kMajor = __CUDA_ARCH__ / 100;
