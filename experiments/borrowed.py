@@ -19,8 +19,8 @@ from gla_ext.model.causal_lm import CausalLMOutput
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read as transformers loads: no kernels of the Hub
 NAMES = ("mamba", "rwkv")
 _CHUNK = 64  # tokens
-# Weights of a chunk are exp(HIGHEST) at most and exp(LOWEST) at least: keys that are over 120
-# below the largest so far count as 120 below.
+# Weights are exp(HIGHEST) at most and exp(LOWEST) at least. A key that is over 120 below the
+# largest up to the end of its chunk, also a later one, counts as 120 below.
 _HIGHEST, _LOWEST = 40.0, -80.0
 
 
@@ -50,7 +50,7 @@ class Borrowed(nn.Module):
         if name == "mamba":
             from transformers import MambaConfig, MambaModel
 
-            options["initializer_range"] = 0.02  # as our models; its own is 0.1
+            options["initializer_range"] = 0.02  # as our models have; Mamba's default is 0.1
             self.model = MambaModel(MambaConfig(**options, use_cache=False))
         else:
             from transformers import RwkvConfig, RwkvModel
@@ -90,6 +90,8 @@ def wkv(
         a_t = sum_{i<t} exp(k_i - (t - 1 - i) w) v_i,  b_t the same without v,  w = exp(time_decay)
         o_t = (a_t + exp(time_first + k_t) v_t) / (b_t + exp(time_first + k_t))
 
+    Memory grows with the square of the number of chunks.
+
     Args:
         time_decay, time_first: `[D]`.
         key, value: `[B, T, D]`.
@@ -102,14 +104,20 @@ def wkv(
         w, first = time_decay.to(wide).exp(), time_first.to(wide).exp()
         T = key.shape[1]
         n = min(_CHUNK, T)
-        k, v = (_chunks(x.to(wide), n, of) for x, of in ((key, -math.inf), (value, 0.0)))
-        highest = k.amax(1, keepdim=True).detach().cummax(2).values  # [D, 1, N, B], of all so far
+        k = _chunks(key.to(wide), n, -math.inf)  # padding is never the highest
+        v = _chunks(value.to(wide), n, 0.0)
+        highest = k.amax(1, keepdim=True).detach()
+        highest = highest.cummax(2).values  # [D, 1, N, B], up to the end of each chunk
         e = (k - (highest - _HIGHEST)).clamp_min(_LOWEST).exp()
-        within = _decays(w, n) + first[:, None, None] * torch.eye(n + 1, n, device=w.device)
+        own = torch.eye(n + 1, n, dtype=torch.bool, device=w.device)
+        # Not a product with ones and zeros: backward would make 0 * inf where keys are far apart.
+        within = torch.where(own, first[:, None, None], _decays(w, n))
         within, at_end = within.split([n, 1], 1)
-        since = torch.arange(n, device=w.device)[:, None, None]
-        fade = torch.exp(-since * w[:, None, None, None])  # [D, n, 1, 1]
-        # [D, N, N, B]: what a chunk's sum has become at the beginning of a later one.
+        place = torch.arange(n, device=w.device)[:, None, None]
+        # [D, n, 1, 1]: the part of the sums before a chunk that is left at each of its tokens.
+        fade = torch.exp(-place * w[:, None, None, None])
+        # [D, N, N, B]: the part of a chunk's sum that is left where a later chunk begins. Of the
+        # other chunks it is 0, and may not become 0 * inf.
         between = _decays(n * w, k.shape[2])[:, :-1].unsqueeze(-1)
         between = between * (highest - highest.transpose(1, 2)).clamp_max(0).exp()
 

@@ -101,8 +101,11 @@ def test_wkv_is_its_recurrence(length):
 def test_wkv_stays_finite():
     k = torch.zeros(1, 70, 2)
     k[:, 30], k[:, 66] = 300.0, -300.0
-    o = borrowed.wkv(torch.zeros(2), torch.zeros(2), k, torch.ones(1, 70, 2))[0]
+    inputs = [torch.zeros(2), torch.zeros(2), k, torch.ones(1, 70, 2)]
+    o = borrowed.wkv(*(x.requires_grad_() for x in inputs))[0]
     torch.testing.assert_close(o, torch.ones(1, 70, 2))
+    for gradient in torch.autograd.grad(o.sum(), inputs):
+        assert gradient.isfinite().all()
 
 
 def test_mamba_is_its_recurrence():
