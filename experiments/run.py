@@ -117,6 +117,8 @@ def estimated_seconds(run: Run, results: Results) -> float:
         seconds *= 1 + run.seq_len / 3e3
     elif "value" in run.layer:
         seconds *= 1.5
+    elif run.layer == "mamba":
+        seconds *= 3.5
     return 6 + seconds
 
 
