@@ -13,6 +13,7 @@
 // the row.
 #pragma once
 
+#include "cuda/device/capability.h"
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
@@ -68,11 +69,7 @@ __device__ __forceinline__ void store_tile(const DecodeLinear& p, const LinearMa
 }
 
 // For 8.0 a register would spill.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr bool kRowsMayStay = false;
-#else
-constexpr bool kRowsMayStay = true;
-#endif
+constexpr bool kRowsMayStay = kMajor != 8;
 
 template <class T, int kTiles, Before kBefore, After kAfter>
 __global__ void __launch_bounds__(most_threads(kTiles, kBefore))

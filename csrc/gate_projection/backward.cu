@@ -10,6 +10,7 @@
 //         second kernel adds, first stream first
 // Products of bf16 or fp16 (dz is rounded to that) are accumulated in fp32; everything else is
 // fp32. The order of every sum depends only on the shape and the GPU.
+#include "cuda/device/capability.h"
 #include "cuda/device/partials.cuh"
 #include "fragments.cuh"
 
@@ -21,11 +22,7 @@ constexpr int kWarps = static_cast<int>(kGateBlockColumns) / kColumns;  // of a 
 constexpr int kThreads = 32 * kWarps;
 // Products of 16 tokens that a tile takes in sequence. With two of them registers would spill from
 // compute capability 10.0 on.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int kProducts = 1;
-#else
-constexpr int kProducts = 2;
-#endif
+constexpr int kProducts = kMajor >= 10 ? 1 : 2;
 constexpr int kTileTokens = kProducts * kTokens;
 constexpr int kRank = static_cast<int>(kMostGateRank);
 

@@ -14,6 +14,7 @@
 
 #include "buffered.cuh"
 #include "buffered_state.cuh"
+#include "cuda/device/capability.h"
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
 #include "drafts.cuh"
@@ -96,11 +97,8 @@ __device__ __forceinline__ void store_outputs(const Recurrence& p, const Buffers
 }
 
 // Blocks of a multiprocessor for which there are registers, and above 256 keys shared memory.
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
-constexpr int kMostBufferedBlocks = 4;
-#else
-constexpr int kMostBufferedBlocks = 3;  // compilers for other GPUs need more registers
-#endif
+// Compilers for other GPUs than 9.0 need more registers.
+constexpr int kMostBufferedBlocks = kMajor == 0 || kMajor == 9 ? 4 : 3;
 template <class Tile, Access kAccess>
 constexpr int kBufferedBlocks =
     Tile::kThreads > 256                                    ? 1

@@ -9,6 +9,7 @@
 // previous kernel ends.
 #include <type_traits>
 
+#include "cuda/device/capability.h"
 #include "cuda/device/launch.cuh"
 #include "cuda/sm90/tiles/dependent_launch.cuh"
 #include "state_rows.cuh"
@@ -68,11 +69,7 @@ class Gates {
   static constexpr int kEach = kK <= Tile::kThreads ? 1 : kK / Tile::kThreads;
   // Times 8 ranks, whose weights are loaded early. From compute capability 10.0 on, registers would
   // spill with two of them beside the state of ValueRows.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-  static constexpr int kEarly = std::is_same_v<Tile, ValueRows<kK>> ? 1 : 2;
-#else
-  static constexpr int kEarly = 2;
-#endif
+  static constexpr int kEarly = kMajor >= 10 && std::is_same_v<Tile, ValueRows<kK>> ? 1 : 2;
 
   __device__ __forceinline__ static int key(int i) {
     return i * Tile::kThreads + static_cast<int>(threadIdx.x);

@@ -10,6 +10,7 @@
 // with fp32 states.
 #pragma once
 
+#include "cuda/device/capability.h"
 #include "cuda/device/dynamic_shared.h"
 #include "cuda/sm90/tiles/ptx.cuh"
 #include "forward.cuh"
@@ -22,13 +23,8 @@ template <int kK>
 constexpr int kShortValues = 32768 / (kK > 256 ? kK : 256);  // values of a block
 // Steps whose states a thread has in registers at once. From compute capability 10.0 on, registers
 // would spill with two of them and gates on values.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 template <bool kValueGates>
-constexpr int kShortSteps = kValueGates ? 1 : 2;
-#else
-template <bool>
-constexpr int kShortSteps = 2;
-#endif
+constexpr int kShortSteps = kValueGates && kMajor >= 10 ? 1 : 2;
 
 template <bool kValueGates>
 __device__ __forceinline__ float moved(float S, float a, float b, float k, float v) {

@@ -11,6 +11,7 @@
 // Everything in between is fp32; results are rounded once. The order of every sum depends only on
 // the shape and the GPU.
 #include "cuda/device/activation.cuh"
+#include "cuda/device/capability.h"
 #include "cuda/device/partials.cuh"
 #include "normed.cuh"
 #include "rows.cuh"
@@ -27,11 +28,6 @@ constexpr int blocks_at_once(bool wide, bool fp32, bool output, int major) {
   const bool large = fp32 && major >= 10;
   return output ? (large ? 1 : 2) : ((wide && large) || major >= 12 ? 2 : 3);
 }
-#if defined(__CUDA_ARCH__)
-constexpr int kMajor = __CUDA_ARCH__ / 100;
-#else
-constexpr int kMajor = 0;
-#endif
 
 // For eight elements of a row: replaces dy by u; sets dgate and the contributions to dw; returns
 // the sum of u ⊙ n.

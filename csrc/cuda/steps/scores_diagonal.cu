@@ -10,6 +10,7 @@
 // writes  A_diagonal [B, T, H, c], zero above the diagonal. With whole scores: only the diagonal
 //         blocks of A of strong chunks, as step 3 has written the others.
 // All in fp32.
+#include "cuda/device/capability.h"
 #include "cuda/device/launch.cuh"
 #include "strong/scores.cuh"
 
@@ -36,11 +37,7 @@ struct DiagonalRows {
 namespace steps {
 
 // Left to itself, the assembler spills registers for 12.0, to have a third block on a processor.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr int kDiagonalBlocks = 2;
-#else
-constexpr int kDiagonalBlocks = 0;
-#endif
+constexpr int kDiagonalBlocks = kMajor >= 12 ? 2 : 0;
 
 // Computes all chunks, into A_diagonal.
 template <class In>

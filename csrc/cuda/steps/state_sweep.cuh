@@ -19,6 +19,7 @@
 // one are loaded.
 #pragma once
 
+#include "cuda/device/capability.h"
 #include "cuda/device/gates.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/states.cuh"
@@ -26,11 +27,7 @@
 namespace gla_ext::cuda {
 
 // For 8.0 the value-gated sweep in fp32 would spill three registers.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr bool kSavesRegisters = true;
-#else
-constexpr bool kSavesRegisters = false;
-#endif
+constexpr bool kSavesRegisters = kMajor == 8;
 using ChunkIndex = std::conditional_t<kSavesRegisters, int32_t, int64_t>;
 
 // The fields of Problem that a sweep uses.
