@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from gla_ext.losses import cross_entropy_loss
 from gla_ext.model import GLAForCausalLM
 from gla_ext.model.checkpoint import read_tensors
 from gla_ext.model.config import GLAConfig
+from gla_ext.model.loss import next_token_loss
 from gla_ext.model.weights import reset_convolutions
 from gla_ext.train.data import Corpus
 from gla_ext.train.graph import GraphedUpdate, check_graph
@@ -233,7 +234,7 @@ class Trainer:
                 with torch.no_grad(), self._autocast():
                     logits, states = forward(self.model, inputs, states, rows)
                 charged = row[1:] != document_start
-                nats = F.cross_entropy(logits[0].float(), row[1:], reduction="none")[charged]
+                nats = cross_entropy_loss(logits[0], row[1:])[0][charged]
                 bits += nats.double().sum().item() / math.log(2)
                 count += int(charged.sum())
         bits *= self.corpus.held_out_tokens_per_byte / count
@@ -358,4 +359,4 @@ def checkpoint_settings(metadata: dict[str, Any], path: str | Path) -> Settings:
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return next_token_loss(logits, targets, inplace_backward=True, shifted=True)

@@ -69,6 +69,15 @@ def test_several_passes_are_one_large_batch(corpus, packed):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+def test_an_updates_loss_is_the_mean_cross_entropy(corpus):
+    trained = make_trainer(corpus)
+    inputs, targets = trained.batches(0)
+    log_p = trained.model(inputs).logits.detach().double().log_softmax(-1)
+    trained.update()
+    wanted = -log_p.gather(-1, targets.unsqueeze(-1)).mean().item()
+    assert trained.losses[0].item() == pytest.approx(wanted, rel=1e-5)
+
+
 def test_loss_falls(corpus):
     trained = make_trainer(corpus, steps=80, hidden_size=32, warmup=5, lr=1e-2)
     for _ in range(80):
