@@ -69,26 +69,26 @@ class Hyena(nn.Module):
         self.in_proj = nn.Linear(hidden_size, 3 * hidden_size)
         self.out_proj = nn.Linear(hidden_size, hidden_size)
         bound = TAPS**-0.5
-        self.taps = nn.Parameter(torch.empty(3 * hidden_size, 1, TAPS).uniform_(-bound, bound))
+        self.taps = nn.Parameter(torch.empty(TAPS, 3 * hidden_size).uniform_(-bound, bound))
         self.taps_bias = nn.Parameter(torch.empty(3 * hidden_size).uniform_(-bound, bound))
         self.filter = ImplicitFilter(hidden_size, seq_len)
         self.skip = nn.Parameter(torch.randn(hidden_size))
 
     def forward(self, x: Tensor, **_: None) -> tuple[Tensor, None, None]:
         """The output, `[B, T, hidden_size]`, as the first of what a layer returns."""
-        u = F.pad(self.in_proj(x).transpose(1, 2), (TAPS - 1, 0))
-        taps, bias = self.taps.to(u.dtype), self.taps_bias.to(u.dtype)
-        q, k, v = F.conv1d(u, taps, bias, groups=len(taps)).chunk(3, 1)  # [B, D, T] each
+        T = x.shape[1]
+        u = F.pad(self.in_proj(x), (0, 0, TAPS - 1, 0))
+        taps = [u[:, i : i + T] * tap for i, tap in enumerate(self.taps)]
+        q, k, v = (self.taps_bias + sum(taps)).chunk(3, -1)  # [B, T, D] each
         kv = k * v
         with torch.autocast(x.device.type, enabled=False):
-            h = self.filter(x.shape[1]).T
-            y = long_convolution(kv.to(h.dtype), h) + self.skip.unsqueeze(-1) * kv
-            y = (q * y).transpose(1, 2)
-        return self.out_proj(y), None, None
+            y = long_convolution(kv, self.filter(T)) + self.skip * kv
+        return self.out_proj(q * y), None, None
 
 
 def long_convolution(u: Tensor, h: Tensor) -> Tensor:
-    """`y_t = sum_i h_i u_{t - i}` of each channel, u `[B, D, T]`, h `[D, T]`, by FFT."""
-    size = 2 * u.shape[-1]  # so that the end does not come round to the beginning
+    """`y_t = sum_i h_i u_{t - i}` of each channel, u `[B, T, D]`, h `[T, D]`, by FFT."""
+    size = 2 * len(h)  # so that the end does not come round to the beginning
+    u, h = u.transpose(-1, -2), h.T
     y = torch.fft.irfft(torch.fft.rfft(u, size) * torch.fft.rfft(h, size), size)
-    return y[..., : u.shape[-1]]
+    return y[..., : size // 2].transpose(-1, -2)

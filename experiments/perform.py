@@ -34,7 +34,8 @@ from gla_ext.train.trainer import Trainer
 
 TINY_TEXT_BYTES = 200_000
 _CURVE = 100  # points of a training curve that a result keeps
-_setting_up = threading.Lock()  # initial weights come from the generator of all threads
+# Initial weights come from the generator of all threads, and a first update compiles.
+_setting_up = threading.Lock()
 
 
 def text_digest(pack: Path | None) -> str:
@@ -93,7 +94,8 @@ def _recall(trainer: RecallTrainer) -> tuple[float, dict[str, Any]]:
     steps = trainer.settings.steps
     every, accuracy = max(1, steps // EVALUATIONS), 0.0
     while trainer.step < steps and accuracy < SOLVED:
-        trainer.update()
+        with contextlib.nullcontext() if trainer.step else _setting_up:
+            trainer.update()
         if trainer.step % every == 0 or trainer.step == steps:
             accuracy = trainer.evaluate()
     curve = [[step, _short(value)] for step, value in trainer.evaluations]

@@ -30,6 +30,7 @@ TEST_EXAMPLES = 1024
 _AT_ONCE = 4096  # examples made in one piece, for 64 MB of noise
 SOLVED = 0.99  # accuracy at which a run ends, as Zoology's do
 EVALUATIONS = 20
+PLAIN_TORCH = ("hyena", "rwkv")  # layers of many small operations, which torch.compile joins
 
 
 @dataclass(frozen=True)
@@ -149,12 +150,13 @@ class RecallTrainer(Trainer):
     Args:
         run: the run.
         device: where.
-        cuda_graph: as the trainer's. Default: False.
+        cuda_graph: as the trainer's. With it models of PLAIN_TORCH are compiled. Default: False.
     """
 
     def __init__(self, run: Run, device: torch.device, cuda_graph: bool = False) -> None:
         self.run, self.task = run, Recall(run.seq_len, run.pairs)
-        super().__init__(settings_of(run, device), self.task, device, cuda_graph=cuda_graph)
+        compiled = cuda_graph and run.layer in PLAIN_TORCH
+        super().__init__(settings_of(run, device), self.task, device, compiled, cuda_graph)
 
     def make_data(self, corpus: Recall) -> tuple[Passes, tuple[Tensor, Tensor]]:
         """Batches to train on, and the examples to test on, which are no more."""

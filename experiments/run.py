@@ -49,8 +49,8 @@ SLOWER = {
     "attention": 1.5,
     "gla, convolution": 1.1,
     "retnet": 1.3,
-    "hyena": 4.5,
-    "rwkv": 8.2,
+    "hyena": 2.3,
+    "rwkv": 3.4,
     "mamba": 4.4,
 }
 LONGEST_RUN = 450.0  # seconds, which recall has when it shares a GPU, or alone if that is longer

@@ -32,7 +32,7 @@ def test_hyena_is_its_definition():
     u = x @ layer.in_proj.weight.T + layer.in_proj.bias
     short = torch.stack(
         [
-            sum(layer.taps[:, 0, 2 - i] * u[:, t - i] for i in range(3) if t >= i) + layer.taps_bias
+            sum(layer.taps[2 - i] * u[:, t - i] for i in range(3) if t >= i) + layer.taps_bias
             for t in range(T)
         ],
         1,
@@ -59,11 +59,11 @@ def test_hyenas_filter_is_a_network_of_the_time_in_a_window():
 
 
 def test_a_long_convolution_does_not_come_round():
-    u, h = torch.zeros(1, 1, 8), torch.zeros(1, 8)
-    u[..., 6], h[0, 5] = 1.0, 1.0
-    torch.testing.assert_close(long_convolution(u, h), torch.zeros(1, 1, 8))
-    h[0, 1] = 2.0
-    torch.testing.assert_close(long_convolution(u, h)[0, 0, 7], torch.tensor(2.0))
+    u, h = torch.zeros(1, 8, 1), torch.zeros(8, 1)
+    u[0, 6], h[5] = 1.0, 1.0
+    torch.testing.assert_close(long_convolution(u, h), torch.zeros(1, 8, 1))
+    h[1] = 2.0
+    torch.testing.assert_close(long_convolution(u, h)[0, 7], torch.tensor([2.0]))
 
 
 def recurrence(time_decay, time_first, k, v):

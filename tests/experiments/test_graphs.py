@@ -37,10 +37,18 @@ def assert_same_losses(make, evaluate):
     assert evaluate(graphed) == pytest.approx(evaluate(eager), rel=1e-2, abs=1e-2)
 
 
-@pytest.mark.parametrize("layer", [*mqar.LAYERS, *borrowed.NAMES])
+@pytest.mark.parametrize("layer", [*mqar.LAYERS, "hyena", *borrowed.NAMES])
 def test_recall(layer):
     run, device = dataclasses.replace(RECALL, layer=layer), torch.device("cuda")
     make = functools.partial(RecallTrainer, run, device)
+    assert_same_losses(make, lambda trainer: trainer.evaluate())
+
+
+def test_rwkv_at_a_size_for_mix_order_reductions():
+    sizes = {"layer": "rwkv", "width": 256, "seq_len": 512}
+    make = functools.partial(
+        RecallTrainer, dataclasses.replace(RECALL, **sizes), torch.device("cuda")
+    )
     assert_same_losses(make, lambda trainer: trainer.evaluate())
 
 
