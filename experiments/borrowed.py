@@ -17,9 +17,6 @@ from torch import Tensor, nn
 from gla_ext.model.causal_lm import CausalLMOutput
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read as transformers loads: no kernels of the Hub
-# Read as torch compiles: with it torch 2.11 gives gradients of RWKV's parameters a wrong shape
-# (https://github.com/pytorch/pytorch/issues/178080).
-os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
 NAMES = ("mamba", "rwkv")
 _CHUNK = 64  # tokens
 # Weights are exp(HIGHEST) at most and exp(LOWEST) at least. A key that is over 120 below the

@@ -34,7 +34,8 @@ from gla_ext.train.trainer import Trainer
 
 TINY_TEXT_BYTES = 200_000
 _CURVE = 100  # points of a training curve that a result keeps
-# Initial weights come from the generator of all threads, and a first update compiles.
+# Initial weights come from the generator of all threads, which torch.compile, at a first update,
+# sets back after it has traced.
 _setting_up = threading.Lock()
 
 
@@ -69,10 +70,11 @@ def perform(run: Run, pack: Path | None, device: torch.device, cuda_graph: bool 
 
 
 def _perform(run: Run, pack: Path | None, device: torch.device, cuda_graph: bool) -> Result:
-    start = time.perf_counter()
     with _setting_up:
+        start = time.perf_counter()
         if run.task == "recall":
             trainer: Trainer = RecallTrainer(run, device, cuda_graph)
+            trainer.update()  # the first one compiles
         else:
             trainer = LanguageTrainer(run, _corpus(pack), device, cuda_graph)
     score, details = _recall(trainer) if run.task == "recall" else _text(trainer)
@@ -90,14 +92,15 @@ def _perform(run: Run, pack: Path | None, device: torch.device, cuda_graph: bool
 
 
 def _recall(trainer: RecallTrainer) -> tuple[float, dict[str, Any]]:
-    """Accuracy; a run ends early when it has solved the task."""
+    """Accuracy, after a first update; a run ends early when it has solved the task."""
     steps = trainer.settings.steps
     every, accuracy = max(1, steps // EVALUATIONS), 0.0
-    while trainer.step < steps and accuracy < SOLVED:
-        with contextlib.nullcontext() if trainer.step else _setting_up:
-            trainer.update()
+    while True:
         if trainer.step % every == 0 or trainer.step == steps:
             accuracy = trainer.evaluate()
+        if trainer.step == steps or accuracy >= SOLVED:
+            break
+        trainer.update()
     curve = [[step, _short(value)] for step, value in trainer.evaluations]
     return max(value for _, value in trainer.evaluations), {"accuracies": curve}
 

@@ -144,6 +144,17 @@ class _Embedding(torch.autograd.Function):
         return d[: ctx.rows], None
 
 
+def _set_up_compiler() -> None:
+    """Makes room for the shapes of all runs of a process, and switches off sums of rows and columns
+    in one, where torch 2.11 gives gradients of RWKV's parameters a wrong shape
+    (https://github.com/pytorch/pytorch/issues/178080).
+    """
+    import torch._inductor.config as inductor
+
+    torch._dynamo.config.recompile_limit = 64
+    inductor.triton.mix_order_reduction = False
+
+
 class RecallTrainer(Trainer):
     """The project's trainer on recall, with models of two blocks without an MLP.
 
@@ -155,7 +166,8 @@ class RecallTrainer(Trainer):
 
     def __init__(self, run: Run, device: torch.device, cuda_graph: bool = False) -> None:
         self.run, self.task = run, Recall(run.seq_len, run.pairs)
-        compiled = cuda_graph and run.layer in PLAIN_TORCH
+        if compiled := cuda_graph and run.layer in PLAIN_TORCH:
+            _set_up_compiler()
         super().__init__(settings_of(run, device), self.task, device, compiled, cuda_graph)
 
     def make_data(self, corpus: Recall) -> tuple[Passes, tuple[Tensor, Tensor]]:

@@ -21,6 +21,7 @@ import torch
 from experiments.comparisons import ablations, length, mqar, tokens, transformer, value_gates
 from experiments.comparisons.budget import Budget
 from experiments.perform import Worker, text_digest
+from experiments.recall import PLAIN_TORCH
 from experiments.runs import RESULTS, Result, Results, Run, foreseen, keep
 from experiments.text import PACK
 from gla_ext.devices import check_device, default_device
@@ -44,7 +45,7 @@ EXPERIMENTS = {
     "tokens_length": length.ON_TOKENS,
 }
 # How many times as long as GLA a step of recall takes, alone on an H200: at widths 64 and 128, and
-# of Hyena, RWKV and Mamba at 256.
+# of RWKV, Mamba and Hyena at 256, of Hyena by its part of a shared GPU.
 SLOWER = {
     "attention": 1.5,
     "gla, convolution": 1.1,
@@ -55,6 +56,7 @@ SLOWER = {
 }
 LONGEST_RUN = 450.0  # seconds, which recall has when it shares a GPU, or alone if that is longer
 _START_SECONDS = 20.0  # of a worker: imports, text, the first kernels
+_COMPILE_SECONDS = 45.0  # at most, with 16 cores
 
 
 Texts = dict[int, str]  # digests of what is read, by `Run.vocabulary`
@@ -111,7 +113,8 @@ def estimated_seconds(run: Run, results: Results) -> float:
     if alike:
         return max(statistics.median(alike), alike[-1])
     if run.task == "recall":
-        return 5 + _alone(run) / share(run)
+        start = 5 + (_COMPILE_SECONDS if run.layer in PLAIN_TORCH else 0)
+        return start + _alone(run) / share(run)
     seconds = run.tokens * run.width * (run.layers * run.width / 3.8e12 + run.vocabulary / 6e13)
     if run.layer == "attention":
         seconds *= 1 + run.seq_len / 3e3

@@ -1,6 +1,7 @@
 """The baselines that are not ours, against their definitions: Hyena, Mamba, RWKV-4."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from experiments.recall import RecallTrainer
 from gla_ext.model import count_parameters
 from gla_ext.model.config import GLAConfig
 from gla_ext.train.data import Corpus
+from gla_ext.train.trainer import Trainer
 
 B, T, D = 2, 37, 6
 CPU = torch.device("cpu")
@@ -140,6 +142,19 @@ def test_baselines_in_recall_and_on_text(layer):
         assert trainer.losses[-1] < trainer.losses[0] - 0.05
     assert 0 <= recall.evaluate() <= 1
     assert 0 < text.score(text.bits_by_position()) < 9
+
+
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_a_process_compiles_more_shapes_than_torch_keeps_by_default(monkeypatch):
+    """With the compiler's front alone, and without the CUDA graph that goes with it."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    init = Trainer.__init__
+    monkeypatch.setattr(Trainer, "__init__", lambda *args: init(*args[:-1]))
+    torch._dynamo.reset()
+    for width in (8, 16, 24, 32):
+        run = replace(RECALL, layer="hyena", width=width)
+        RecallTrainer(run, CPU, cuda_graph=True).update()
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("layer", NAMES)

@@ -50,6 +50,7 @@ def test_rwkv_at_a_size_for_mix_order_reductions():
         RecallTrainer, dataclasses.replace(RECALL, **sizes), torch.device("cuda")
     )
     assert_same_losses(make, lambda trainer: trainer.evaluate())
+    assert not torch._inductor.config.triton.mix_order_reduction
 
 
 @pytest.mark.parametrize("layer", LAYERS)
