@@ -77,7 +77,7 @@ class Hyena(nn.Module):
     def forward(self, x: Tensor, **_: None) -> tuple[Tensor, None, None]:
         """The output, `[B, T, hidden_size]`, as the first of what a layer returns."""
         T = x.shape[1]
-        # Under autocast fp32 from here to out_proj, by the taps: the FFT is.
+        # Under autocast too the fp32 taps make q, k and v fp32, as the FFT needs.
         u = F.pad(self.in_proj(x), (0, 0, TAPS - 1, 0))
         taps = [u[:, i : i + T] * tap for i, tap in enumerate(self.taps)]
         q, k, v = (self.taps_bias + sum(taps)).chunk(3, -1)  # [B, T, D] each

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments import borrowed
 from experiments.models import has_state, make_model, settings_of
 from experiments.runs import Run
+from gla_ext.losses import cross_entropy_loss
 from gla_ext.train.data import DOCUMENT_START, Corpus
 from gla_ext.train.tokens.corpus import TokenCorpus
 from gla_ext.train.tokens.folder import Stream
@@ -94,8 +94,7 @@ class LanguageTrainer(Trainer):
             row = row.to(self.device).long()
             with torch.no_grad(), self._autocast():
                 logits = self.model(row[None, :-1]).logits[0]
-            nats = F.cross_entropy(logits.float(), row[1:], reduction="none")
-            total += nats.double().cpu()
+            total += cross_entropy_loss(logits, row[1:])[0].double().cpu()
         bits = total / len(self.long) / math.log(2) * self.tokens_per_byte
         return [(i * size, part.mean().item()) for i, part in enumerate(bits.split(size))]
 
@@ -125,8 +124,8 @@ def bits_in_windows(trainer: Trainer) -> float:
         tokens = held_out[first * T : last * T + 1].to(trainer.device)
         inputs, targets = tokens[:-1].view(-1, T), tokens[1:]
         with torch.no_grad(), trainer._autocast():
-            logits = trainer.model(inputs).logits.flatten(0, 1).float()
-        nats += F.cross_entropy(logits, targets, ignore_index=start, reduction="sum").item()
+            logits = trainer.model(inputs).logits.flatten(0, 1)
+        nats += cross_entropy_loss(logits, targets, ignore_index=start)[0].sum().item()
         count += int((targets != start).sum())
     bits = nats / math.log(2) * corpus.held_out_tokens_per_byte / count
     trainer.evaluations.append((trainer.step, bits))
