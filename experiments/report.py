@@ -122,6 +122,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scale", choices=("tiny", "full"), default="full")
     options = parser.parse_args(argv)
     try:
+        if not options.results.is_dir():
+            raise FileNotFoundError(f"expected --results to be a folder, got {options.results}")
         write(options.page, options.scale, Results([options.results]))
     except (OSError, ValueError) as error:
         print(f"experiments.report: {error}", file=sys.stderr)

@@ -8,6 +8,7 @@ that follow from others, as from a sweep of learning rates, are found as these e
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -47,9 +48,9 @@ EXPERIMENTS = {
 # How many times as long as GLA a step of recall takes, alone on an H200: at widths 64 and 128, and
 # of RWKV, Mamba and Hyena at 256, of Hyena by its part of a shared GPU.
 SLOWER = {
-    "attention": 1.5,
+    "attention": 1.6,
     "gla, convolution": 1.1,
-    "retnet": 1.3,
+    "retnet": 1.45,
     "hyena": 2.3,
     "rwkv": 3.4,
     "mamba": 4.4,
@@ -103,13 +104,16 @@ def _alone(run: Run) -> float:
 
 
 def estimated_seconds(run: Run, results: Results) -> float:
-    """How long a run takes on a GPU: as the done ones of its kind, else a guess for an H100."""
+    """How long a run takes on a GPU: as the done ones of its kind would have if none had ended
+    early, else a guess for an H100.
+    """
 
     def kind(of: Run) -> tuple:
-        sizes = of.width, of.layers, of.seq_len, of.segments, of.steps, of.vocabulary
-        return of.task, of.layer, *sizes
+        sizes = of.width, of.layers, of.seq_len, of.segments, of.consecutive
+        return of.task, of.layer, *sizes, of.steps, of.vocabulary
 
-    alike = [r.details["seconds"] for r in results if kind(r.run) == kind(run)]
+    done = [r.details for r in results if kind(r.run) == kind(run)]
+    alike = [of["seconds"] * run.steps / of["steps_done"] for of in done]
     if alike:
         return max(statistics.median(alike), alike[-1])
     if run.task == "recall":
@@ -210,12 +214,16 @@ def main(argv: list[str] | None = None) -> int:
         options.device = list(dict.fromkeys(of for each in options.device for of in _devices(each)))
         for device in options.device:
             check_device(device)
+        if options.jobs < 1 or not 0 <= options.minutes < math.inf:
+            raise ValueError(
+                "expected --jobs to be at least 1 and --minutes a number, not negative"
+            )
         if options.cuda_graph is None:
             options.cuda_graph = all(torch.device(of).type == "cuda" for of in options.device)
         if options.cuda_graph:
             for device in options.device:
                 check_graph(torch.device(device))
-        results = Results({RESULTS, options.out})
+        results = Results(dict.fromkeys((RESULTS, options.out)))
         if missing := {read[name] for name in options.only} - {0, *tokens}:
             raise ValueError(
                 f"expected --tokens to name corpora of {missing} tokens too; `python -m "

@@ -200,6 +200,13 @@ class Sweep:
         return f"At an end of the sweep, beyond which a rate might be better: {'; '.join(named)}."
 
 
+def how_many_at_edges(of: Iterable[tuple[Sweep, str]]) -> str:
+    """A sentence on whole sweeps of some names, or '' where the best rate is at an end of none."""
+    whole = [(sweep, name) for sweep, name in of if best(sweep.of(name), sweep.results)]
+    ends = sum(bool(sweep.at_edges([name])) for sweep, name in whole)
+    return f"In {ends} of {len(whole)} sweeps the best rate is at an end." if ends else ""
+
+
 def foreseen(
     runs: Callable[[Results], Iterable[Run]], results: Results
 ) -> tuple[list[Run], list[Run]]:

@@ -1,4 +1,4 @@
-"""Recall with the whole of Zoology's budget, for what has not learned it in a tenth (`mqar`).
+"""Recall with the whole of Zoology's budget, for what has not learned it in less (`mqar`).
 
 A task is an experiment: seed 0 at all rates, width after width, so that a width is a complete
 column of the table; then the best rate of each layer and width with the other seeds. Width 256
@@ -16,7 +16,7 @@ from typing import Any
 from experiments.comparisons import mqar
 from experiments.comparisons.figures import MARKERS, figure, line, table
 from experiments.recall import SOLVED
-from experiments.runs import Result, Results, Run, Sweep, spread
+from experiments.runs import Result, Results, Run, Sweep, how_many_at_edges, spread
 
 BORROWED = ("hyena", "mamba", "rwkv")
 LAYERS = ("attention", "gla", "gla, convolution", "retnet", "head gate", *BORROWED)
@@ -53,7 +53,7 @@ class Budget:
             yield from self._sweep(scale, width, results).runs(layers)
 
     def _is_open(self, scale: str, layer: str, width: int, results: Results) -> bool:
-        """Whether a tenth of the budget was too little, or was not tried."""
+        """Whether the updates of `mqar` were too few, or were not tried."""
         size = mqar.SCALES[scale]
         if self.place == 0 or layer in BORROWED:
             return True
@@ -123,4 +123,6 @@ class Budget:
                 lines |= dict(zip(names, handles, strict=True))
             over_updates.figure.legend(lines.values(), lines, loc="outside lower center", ncols=4)
         head = ["layer", *(f"width {width}" for width in size.widths)]
-        return f"![accuracy over updates]({name})\n\n{table(head, rows)}"
+        parts = [f"![accuracy over updates]({name})", table(head, rows)]
+        edges = how_many_at_edges((sweep, x) for sweep in sweeps.values() for x in drawn)
+        return "\n\n".join(part for part in (*parts, edges) if part)

@@ -10,11 +10,18 @@ from typing import Any
 from experiments.comparisons import length, mqar
 from experiments.comparisons.budget import Budget
 from experiments.comparisons.figures import table
-from experiments.comparisons.significance import LEVEL, differing, in_brackets, welch
+from experiments.comparisons.significance import (
+    LEVEL,
+    Test,
+    differing,
+    holm,
+    in_brackets,
+    paired,
+    welch,
+)
 from experiments.recall import SOLVED
 from experiments.runs import Results
 
-BYTES = ("ablations", "value_gates", "transformer")
 TOKENS = {"tokens_8k": 8_000, "tokens_32k": 32_000}
 
 
@@ -125,13 +132,15 @@ def report(scale: str, results: Results, texts: dict[int, str], experiments: dic
     return table(["claim", "paper", "here", "", "runs"], rows) if rows else ""
 
 
-def judged(better: list[float], worse: list[float], apart: bool, alike: bool) -> str:
+def judged(
+    better: list[float], worse: list[float], apart: bool, alike: bool, test: Test = welch
+) -> str:
     """What two sets of losses, which differ or not, say to a claim about their order."""
     if alike:
         if apart:
             return "differ"
         # The correction for many comparisons alone proves no likeness.
-        return "not told apart" if welch(better, worse) < LEVEL else "not told apart, as claimed"
+        return "not told apart" if test(better, worse) < LEVEL else "not told apart, as claimed"
     if not apart:
         return "not told apart"
     return "agree" if fmean(better) < fmean(worse) else "differ"
@@ -167,17 +176,21 @@ def _of_recall(scale: str, results: Results, experiments: dict[str, Any]) -> Ite
 
 
 def _of_length(scale: str, results: Results, texts: dict[int, str]) -> Iterator[list[str]]:
-    """Whether the loss rises beyond the length of training."""
+    """Whether the loss rises beyond the length of training, of the same runs at two places."""
     for runs, of in (("length", length.comparison), ("tokens_length", length.ON_TOKENS)):
         text = texts.get(of.sizes[scale].vocabulary, "")
+        names = {f"{name} at {of.shortest(scale)}": name for name in of.layers}
         first, last = of.ends(scale, results, text)
-        for name in of.layers:
-            rises, at = name == "Transformer++", f"{name} at {of.shortest(scale)}"
-            a, b = first.get(at, []), last.get(at, [])
-            if len(a) > 1:
-                ours = f"{fmean(a):.3f}, then {fmean(b):.3f}{in_brackets(a, b)}"
-                found = judged(a, b, welch(a, b) < LEVEL, alike=not rises)
-                said = "rises" if rises else "stays level"
-                claim = f"{name}'s loss {said} beyond its length (Figure 5)"
-                where = f"`{runs}`, first 8th and second half, {at}"
-                yield [claim, "figure", ours, found, where]
+        tested = [at for at in names if len(first.get(at, [])) > 1]
+        apart = holm({at: paired(first[at], last[at]) for at in tested})
+        for at in tested:
+            a, b = first[at], last[at]
+            rises = names[at] == "Transformer++"
+            found = judged(a, b, at in apart, alike=not rises, test=paired)
+            if not rises and at in apart and fmean(b) < fmean(a):
+                found = "agree"
+            said = "rises" if rises else "does not rise"
+            claim = f"{names[at]}'s loss {said} beyond its length (Figure 5)"
+            ours = f"{fmean(a):.3f}, then {fmean(b):.3f}{in_brackets(a, b, paired)}"
+            where = f"`{runs}`, first 8th and second half, {at}"
+            yield [claim, "figure", ours, found, where]

@@ -10,10 +10,9 @@ from statistics import fmean
 from experiments.comparisons.figures import MARKERS, figure, line, table
 from experiments.comparisons.significance import in_brackets
 from experiments.recall import SOLVED
-from experiments.runs import Result, Results, Run, Sweep, spread
+from experiments.runs import Result, Results, Run, Sweep, how_many_at_edges, spread
 
 LAYERS = ("attention", "gla", "retnet", "head gate", "no gate", "gla, convolution")
-SLOW_LAYERS = ("mamba", "rwkv")  # on the easiest task alone, half as long, after the others
 Difficulty = tuple[int, int, int]  # seq_len, pairs, batch_size
 
 
@@ -51,14 +50,12 @@ SCALES = {
 def runs(scale: str, results: Results, text: str) -> Iterator[Run]:
     """Of each task the sweep, then all widths at the best rate; then all again, seed after seed."""
     size = SCALES[scale]
-    easiest = size.difficulties[0]
-    groups = [*((LAYERS, task) for task in size.difficulties), (SLOW_LAYERS, easiest)]
     for seed in range(size.seeds):
-        for layers, task in groups:
+        for task in size.difficulties:
             if seed == 0:
-                yield from _sweep(size, task, results, seeds=1).runs(layers)
+                yield from _sweep(size, task, results, seeds=1).runs(LAYERS)
             for width in size.widths:
-                for layer in layers:
+                for layer in LAYERS:
                     found = _chosen(size, task, width, layer, results)
                     yield from found[seed : seed + 1]
 
@@ -86,8 +83,8 @@ def _run(
     seq_len, pairs, batch_size = difficulty
     task = {"seq_len": seq_len, "pairs": pairs, "batch_size": batch_size}
     model = {"layer": layer, "width": width, "layers": 2, "heads": 2, "tied": True}
-    steps = size.steps // 2 if layer in SLOW_LAYERS else size.steps
-    return Run("recall", **model, **task, steps=steps, lr=lr, seed=seed, examples=size.examples)
+    sizes = {"steps": size.steps, "examples": size.examples}
+    return Run("recall", **model, **task, **sizes, lr=lr, seed=seed)
 
 
 def done(scale: str, results: Results) -> dict[Difficulty, dict[str, dict[int, list[Result]]]]:
@@ -99,7 +96,7 @@ def done(scale: str, results: Results) -> dict[Difficulty, dict[str, dict[int, l
                 width: results.of(_chosen(size, task, width, layer, results, whole=False))
                 for width in size.widths
             }
-            for layer in (*LAYERS, *SLOW_LAYERS)
+            for layer in LAYERS
         }
         for task in size.difficulties
     }
@@ -108,14 +105,13 @@ def done(scale: str, results: Results) -> dict[Difficulty, dict[str, dict[int, l
 def report(scale: str, results: Results, text: str, folder: Path) -> str:
     """Draws experiments_mqar.png, of the tasks that are begun, and returns the table."""
     size, found = SCALES[scale], done(scale, results)
-    layers = (*LAYERS, *SLOW_LAYERS)
     begun = [task for task in found if any(any(of.values()) for of in found[task].values())]
     if not begun:
         return ""
     with figure(folder / "experiments_mqar.png", len(begun)) as axes:
         for axis, task in zip(axes, begun, strict=True):
             for place, (layer, of) in enumerate(found[task].items()):
-                beside = 1.02 ** (place - len(layers) / 2)  # or many would lie on one at 1
+                beside = 1.02 ** (place - len(LAYERS) / 2)  # or many would lie on one at 1
                 points = {w * beside: [r.score for r in own] for w, own in of.items() if own}
                 line(axis, layer, points, f"C{place}", MARKERS[place])
             axis.set_xscale("log", base=2)
@@ -125,7 +121,7 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
             axis.set_ylim(-0.02, 1.02)
         axes[0].set_ylabel("accuracy")
         drawn = axes[0].get_legend_handles_labels()
-        axes[0].figure.legend(*drawn, loc="outside lower center", ncols=len(layers))
+        axes[0].figure.legend(*drawn, loc="outside lower center", ncols=len(LAYERS))
     rows = []
     for task in reversed(begun):
         for layer, of in found[task].items():
@@ -135,7 +131,9 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
                 rows.append([f"{task[0]}, {task[1]}", layer, rate, *cells])
     head = ["tokens, pairs", "layer", "rate", *(f"width {width}" for width in size.widths)]
     parts = ["![accuracy against width](experiments_mqar.png)", table(head, rows)]
-    return "\n\n".join([*parts, against_paper({task: found[task] for task in begun})])
+    parts.append(against_paper({task: found[task] for task in begun}))
+    edges = how_many_at_edges((_sweep(size, task, results), x) for task in begun for x in LAYERS)
+    return "\n\n".join(part for part in (*parts, edges) if part)
 
 
 def against_paper(done: dict[Difficulty, dict[str, dict[int, list[Result]]]]) -> str:

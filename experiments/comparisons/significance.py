@@ -1,13 +1,14 @@
-"""Whether small sets of scores differ: Welch's t-test, and what may be said of several of them."""
+"""Whether small sets of scores differ, by t-tests, and what may be said of several of them."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 LEVEL = 0.05
+Test = Callable[[Sequence[float], Sequence[float]], float]  # of two sets of scores, to p
 
 
 def verdict(scores: dict[str, list[float]], beside: str) -> str:
@@ -64,9 +65,9 @@ def order(scores: dict[str, list[float]], expected: Sequence[str]) -> str:
     return "The order of the means is the paper's." if len(known) == len(expected) else ""
 
 
-def in_brackets(a: Sequence[float], b: Sequence[float]) -> str:
-    """' (p = 0.123)' of two sets of scores, of two or more each."""
-    p = p_value(a, b)
+def in_brackets(a: Sequence[float], b: Sequence[float], test: Test | None = None) -> str:
+    """' (p = 0.123)' of two sets of scores, of two or more each, by a test; default: `welch`."""
+    p = p_value(a, b, test)
     return f" (p {p})" if p.startswith("<") else f" (p = {p})"
 
 
@@ -80,11 +81,16 @@ def holm(ps: dict[str, float]) -> list[str]:
     return [name for name in ps if name in found]
 
 
-def p_value(a: Sequence[float], b: Sequence[float]) -> str:
-    """The two-sided p of Welch's test, as a table shows it; '' of fewer than two scores."""
+def p_value(a: Sequence[float], b: Sequence[float], test: Test | None = None) -> str:
+    """The two-sided p of a test, as a table shows it; '' of fewer than two scores.
+
+    Args:
+        a, b: scores.
+        test: `welch` or `paired`. Default: `welch`.
+    """
     if min(len(a), len(b)) < 2:
         return ""
-    p = welch(a, b)
+    p = (test or welch)(a, b)
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
@@ -97,6 +103,16 @@ def welch(a: Sequence[float], b: Sequence[float]) -> float:
         return 1.0 if distance == 0 else 0.0
     freedom = error**2 / sum(e**2 / (len(x) - 1) for e, x in zip(errors, (a, b), strict=True))
     return _tails(distance / math.sqrt(error), freedom)
+
+
+def paired(a: Sequence[float], b: Sequence[float]) -> float:
+    """As `welch`, of two scores of each run, in the same order: Student's test of differences."""
+    differences = [y - x for x, y in zip(a, b, strict=True)]
+    error = statistics.variance(differences) / len(differences)
+    distance = abs(statistics.fmean(differences))
+    if error == 0:
+        return 1.0 if distance == 0 else 0.0
+    return _tails(distance / math.sqrt(error), len(differences) - 1)
 
 
 def _tails(t: float, freedom: float, parts: int = 2000) -> float:

@@ -13,12 +13,12 @@ TEXTS = {0: BYTES, 8_000: TOKENS}
 CURVE = [[place * 512, 1.5] for place in range(64)]
 
 
-def performed(names, score):
-    """All runs of experiments, with made-up scores; the loss by position is level."""
+def performed(names, score, curve=lambda of: CURVE):
+    """All runs of experiments, with made-up scores; by default the loss by position is level."""
     results = Results([])
     while todo := run.pending(names, "full", results, TEXTS):
         for of in todo:
-            results.add(result(of, score(of), by_position=CURVE))
+            results.add(result(of, score(of), by_position=curve(of)))
     return results
 
 
@@ -108,3 +108,17 @@ def test_claims_on_recall_and_on_length():
     assert [row[3] for row in level] == ["not told apart, as claimed"] * 2 + ["not told apart"]
     assert claims.report("full", Results([]), TEXTS, run.EXPERIMENTS) == ""
     assert rows(performed(["ablations"], lambda of: math.nan)) == []
+
+
+def test_a_run_s_loss_is_compared_with_its_own():
+    """Seeds far apart hide no rise that each of them has, and a fall is what the paper claims."""
+    rises = {"gla": 0.05, "retnet": -0.05, "attention": 0.05}
+
+    def curve(of):
+        end = 1.5 + of.seed / 10 + rises[of.layer] * (1 + of.seed / 20)
+        return [[place * 512, 1.5 + of.seed / 10 if place < 32 else end] for place in range(64)]
+
+    found = rows(performed(["length"], lambda of: 1.0, curve))
+    found = [row for row in found if "beyond its length" in row[0]]
+    assert [row[3] for row in found] == ["differ", "agree", "agree"]
+    assert all(row[2].endswith("(p < 0.001)") for row in found)

@@ -12,7 +12,7 @@ from experiment_runs import RUN, result
 
 from experiments import pack, report, run, text
 from experiments.comparisons import ablations, budget, mqar
-from experiments.comparisons.significance import p_value, welch
+from experiments.comparisons.significance import p_value, paired, welch
 from experiments.language import LONGEST, LanguageTrainer, long_documents
 from experiments.pack import Document, read_manifest, read_pack, shrink, split, write_pack
 from experiments.perform import Worker, perform, text_digest
@@ -142,6 +142,12 @@ def test_means_and_significance():
     assert welch(a, b) == pytest.approx(0.05, abs=1e-6)
     assert welch(a, a) == pytest.approx(1)
     assert welch([1.0, 1.0], [1.0, 1.0]) == 1
+    # Of differences of the same three runs it has 2: t = 4.303.
+    distance = 4.3026527 * 0.01 / math.sqrt(3)
+    assert paired(a, [0.0 + distance - 0.01, 1.0 + distance, 2.0 + distance + 0.01]) == (
+        pytest.approx(0.05, abs=1e-6)
+    )
+    assert paired(a, a) == 1 and paired(a, [1.0, 2.0, 3.0]) == 0
     assert p_value([1.0], a) == ""
     assert p_value([100.0, 100.1, 100.2], a) == "< 0.001"
 
@@ -203,7 +209,7 @@ def test_every_run_of_every_experiment_is_done(finished):
         assert bool(found) == (name not in ("budget_128", "budget_64"))  # harder tasks alone
         assert all(of in results for of in found)
     layers = {of.run.layer for of in results if of.run.task == "recall"}
-    assert layers == {*mqar.LAYERS, *mqar.SLOW_LAYERS, *budget.LAYERS}
+    assert layers == {*mqar.LAYERS, *budget.LAYERS}
     seeds = {of.run.seed for of in results}
     assert seeds == {0, 1}
     for of in results:
@@ -228,6 +234,8 @@ def test_figures_come_from_the_results_alone(finished, tmp_path, monkeypatch):
     assert text.count(report.NOTHING) == 5  # runs on tokens, tasks that the scale does not have
     for name in ablations.VARIANTS:
         assert re.search(rf"^\| {name} \| \d+\.\d\d \| \d\.\d{{4}} ± ", text, re.MULTILINE)
+    assert report.main(["--results", str(tmp_path / "none"), "--page", str(page)]) == 2
+    assert page.read_text() == text
     page.write_text("no marks")
     assert report.main(["--results", str(finished[0]), "--page", str(page)]) == 2
 
@@ -241,6 +249,8 @@ COMMANDS = {  # arguments, status, and what is said
         1,
         ["KeyError: 'no such layer'", "0 results", "1 failed; 1 runs are still to be done"],
     ),
+    "jobs": ([*TINY, "--jobs", "0"], 2, ["--jobs to be at least 1"]),
+    "minutes": ([*TINY, "--minutes", "nan"], 2, ["--minutes a number"]),
     "experiment": (
         ["nothing"],
         2,

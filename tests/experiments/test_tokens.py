@@ -132,6 +132,13 @@ def test_a_run_that_has_solved_the_task_stays_in_the_curve():
     assert budget._curve(runs) == {1: [0.2, 0.1], 2: [0.992, 0.3], 3: [0.992, 0.6]}
 
 
+def test_an_estimate_is_of_a_run_that_does_not_end_early():
+    of = next(iter(run.EXPERIMENTS["budget_512"].runs("full", Results([]), "")))
+    results = Results([])
+    results.add(result(of, 0.995, seconds=20.0, steps_done=of.steps // 10))
+    assert run.estimated_seconds(replace(of, seed=1), results) == pytest.approx(200)
+
+
 def test_long_runs_share_a_gpu_with_few():
     """So that each ends within a call of ten minutes, unless it is longer alone."""
     runs = list(run.EXPERIMENTS["budget_512"].runs("full", Results([]), ""))

@@ -8,5 +8,5 @@ RECALL = Run(task="recall", layer="gla", lr=1e-2, pairs=2, examples=5, tied=True
 
 
 def result(of: Run, score: float, **details) -> Result:
-    known = {"seconds": 36.0, "device": "GPU", "parameters": 14_000_000}
+    known = {"seconds": 36.0, "device": "GPU", "parameters": 14_000_000, "steps_done": of.steps}
     return Result(of, score, known | details)
