@@ -61,7 +61,13 @@ def load_text(path: Path, tokenizer: Tokenizer, seq_len: int) -> tuple[Tensor, T
 
 
 def windows(tokens: Tensor, count: int, seq_len: int) -> Tensor:
-    """`[count, seq_len]` of tokens `[n]`, from random places."""
+    """`[count, seq_len]` of tokens `[n]`, from random places.
+
+    Raises:
+        ValueError: for fewer than seq_len tokens.
+    """
+    if len(tokens) < seq_len:
+        raise ValueError(f"expected a text of at least {seq_len} tokens, got {len(tokens)}")
     starts = torch.randint(len(tokens) - seq_len + 1, (count, 1))
     return tokens[starts + torch.arange(seq_len)]
 

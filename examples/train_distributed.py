@@ -27,7 +27,7 @@ from gla_ext.train.run_folder import check_nothing_is_lost
 def main() -> None:
     batches = {"steps": 200, "batch_size": 8, "seq_len": 128, "lr": 3e-3}  # of all together
     processes = {"tensor_parallel": 1, "context_parallel": 1}  # of a layer, of a sequence
-    out = Path("runs/example")
+    out = Path("runs/example-distributed")
     parser = command_line(__doc__, out=out, hidden_size=128, **batches, **processes)
     args = parser.parse_args()
     check_nothing_is_lost(args.out, resume=False, overwrite=args.overwrite)

@@ -1,4 +1,4 @@
-"""Runs functions when a program imports a given module of torch, which few programs do."""
+"""Runs functions when a program imports a given module, which few programs do."""
 
 from __future__ import annotations
 

@@ -2,9 +2,12 @@
 
 Importing this package registers `GLAConfig`, `GLAModel`, `GLAForCausalLM` and the models with
 another head for the model type 'gla' with AutoConfig, AutoModel, AutoModelForCausalLM and the Auto
-classes of these heads. FLA registers its own classes under the same name when it is imported. The
-last registration counts; `register()` repeats this package's.
+classes of these heads. FLA registers its own under the same name when it is imported, which some
+models of transformers do; this package's are then registered again. So whoever imports both gets
+this package's from the Auto classes.
 """
+
+from gla_ext._when_imported import when_imported
 
 try:
     import transformers
@@ -37,6 +40,7 @@ def register() -> None:
 
 
 register()
+when_imported("fla.models.gla", lambda _: register())
 
 __all__ = [
     "GLAConfig",

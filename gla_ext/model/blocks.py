@@ -225,7 +225,12 @@ def run_blocks(
     Returns:
         The output of the last block or of the norm, `[B, T, hidden_size]`. For a padded token,
         attention layers add 0, and MLPs and norms process it like any other token.
+
+    Raises:
+        ValueError: for tokens of another shape.
     """
+    if x.ndim != 3:
+        raise ValueError(f"GLAModel: expected tokens of shape [B, T], got {list(x.shape[:-1])}")
     B, T, _ = x.shape
     if attention_mask is not None:
         refuse_context(cp_context, f"GLAModel: {NO_MASK}")

@@ -31,7 +31,7 @@ from gla_ext.train.output.result import device_name, evaluate, write_result
 from gla_ext.train.parallel import Parallel
 from gla_ext.train.presets import RECIPES, Options, Settings, command_line, describe, preset
 from gla_ext.train.run_folder import CHECKPOINT, check_nothing_is_lost, held, keep_earlier
-from gla_ext.train.tokens.corpus import TokenCorpus, absolute, open_corpus
+from gla_ext.train.tokens.corpus import TokenCorpus, absolute, check_outside, open_corpus
 from gla_ext.train.trainer import CheckpointMismatch, Trainer, checkpoint_settings
 
 _PACKAGES = ("matplotlib", "safetensors", "tokenizers", "tqdm")
@@ -100,14 +100,18 @@ def _resumes(options: Options) -> bool:
 def _command_to_go_on(
     given: dict[str, Any], options: Options, launcher: tuple[str, ...] = Parallel.launcher
 ) -> list[str]:
-    """A command with the given options that affect numbers and are not in the checkpoint."""
+    """A command with the given options that are not in the checkpoint, a preset's too."""
     command = [*launcher, "-m", "gla_ext.train", "--out", str(options.out), "--resume"]
-    if "device" in given:
-        command += ["--device", given["device"]]
-    for name in ("compile", "cuda_graph", "skip_bad"):
-        if name in given:
-            flag = name.replace("_", "-")
-            command.append(f"--{flag}" if given[name] else f"--no-{flag}")
+    given = RECIPES.get(given.get("preset"), {}) | given
+    for field in fields(Options):
+        name, flag = field.name, flag_of(field.name)
+        if name not in given or name in ("out", "resume", "overwrite"):
+            continue
+        value = given[name]
+        if isinstance(value, bool):
+            command.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            command += [flag, *map(str, value if isinstance(value, list) else [value])]
     return command
 
 
@@ -127,13 +131,13 @@ def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
     device = default_device() if device == "auto" else device
     check_device(device)
     defaults, names = preset(device), {field.name for field in fields(Options)}
-    given = RECIPES.get(given.get("preset"), {}) | given
-    given.pop("preset", None)
-    options = {name: value for name, value in given.items() if name in names}
+    recipe = RECIPES.get(given.get("preset"), {})
+    options = {name: value for name, value in (recipe | given).items() if name in names}
     options = replace(defaults.options, **(options | {"device": device}))
-    given = {name: value for name, value in given.items() if name not in names}
+    given = {name: value for name, value in given.items() if name not in {*names, "preset"}}
     if "data" in given:
         given["data"] = absolute(given["data"])
+        check_outside(options.out, given["data"])
     if "init_from" in given:
         given["init_from"] = os.path.realpath(given["init_from"])
     path = options.out / CHECKPOINT
@@ -141,15 +145,17 @@ def _settings_and_options(given: dict[str, Any]) -> tuple[Settings, Options]:
         settings = checkpoint_settings(read_metadata(path), path)
         settings.data = given.pop("data", settings.data)
         settings.steps = given.pop("steps", settings.steps)
-        for name, value in given.items():
+        recipe = {name: recipe[name] for name in recipe.keys() - names - {"steps"}}
+        for name, value in (recipe | given).items():
             saved = getattr(settings, name)
             if value != saved:
-                flag = flag_of(name)
+                flag, by = flag_of(name), "" if name in given else " by --preset"
                 raise CheckpointMismatch(
-                    f"expected {flag} to be {saved} as in {path}, got {value}; leave {flag} out "
-                    "to go on, or --resume out to start again"
+                    f"expected {flag} to be {saved} as in {path}, got {value}{by}; leave "
+                    f"{'--preset' if by else flag} out to go on, or --resume out to start again"
                 )
         return settings, options
+    given = {name: recipe[name] for name in recipe.keys() - names} | given
     if "init_from" in given:
         given = with_sizes(Path(given["init_from"]), given)
     return replace(defaults.settings, **given), options

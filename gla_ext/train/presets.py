@@ -63,7 +63,7 @@ class Settings:
     lr: float = flag(3e-3, "peak learning rate")
     min_lr: float = flag(0.0, "learning rate that warm-up begins with and the schedule ends with")
     schedule: str = flag("linear", "how the learning rate falls", choices=SCHEDULES)
-    warmup: int = flag(100, "updates of linear warm-up")
+    warmup: int = flag(100, "updates of linear warm-up, at most half of the run")
     warmup_tokens: int = flag(0, "tokens of linear warm-up, in place of --warmup", "none")
     decay: int = flag(
         0, "updates at the end over which warmup-stable-decay falls", "a tenth of the run"

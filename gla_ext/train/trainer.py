@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -194,8 +195,9 @@ class Trainer:
         return self.parallel.mean(torch.tensor(loss, dtype=torch.float64)).item()
 
     def perplexity(self, bits: float) -> float:
-        """A held-out token's, of the bits a byte of an evaluation."""
-        return 2 ** (bits / self.corpus.held_out_tokens_per_byte)
+        """A held-out token's, of the bits a byte of an evaluation; infinite of a diverged model."""
+        bits /= self.corpus.held_out_tokens_per_byte
+        return math.inf if bits >= sys.float_info.max_exp else 2**bits
 
     def has_finite_weights(self) -> bool:
         """Whether all weights are numbers."""

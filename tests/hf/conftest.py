@@ -4,12 +4,8 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def registered():
-    """FLA, where another test has imported it, has registered its own classes."""
+def needs_transformers():
     pytest.importorskip("transformers")
-    from gla_ext import hf
-
-    hf.register()
 
 
 @pytest.fixture

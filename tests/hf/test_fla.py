@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from common import assert_close
+from common import assert_close, run_python
 from fla_kernels import BOUND, import_fla, require_kernels
 
 pytest.importorskip("transformers")
@@ -38,11 +38,9 @@ def make_ids(T, device, seed=1):
 
 @pytest.fixture
 def hf(device):
-    """gla_ext.hf, its classes registered although FLA has registered its own."""
     require_kernels(device)
     from gla_ext import hf
 
-    hf.register()
     return hf
 
 
@@ -124,6 +122,17 @@ def test_both_are_registered(hf, tmp_path):
     assert type(theirs) is models.GLAForCausalLM
 
 
+@pytest.mark.parametrize("first", ["gla_ext.hf", "fla"])
+def test_the_order_of_imports_does_not_matter(first):
+    """Some models of transformers import FLA."""
+    import_fla()
+    second = {"gla_ext.hf": "fla", "fla": "gla_ext.hf"}[first]
+    code = f"import {first}, {second}\nfrom transformers import AutoConfig, AutoModelForCausalLM\n"
+    code += "model = AutoModelForCausalLM.from_config(AutoConfig.for_model('gla', **SIZES))\n"
+    code += "import fla.models, gla_ext.hf\nprint(type(model) is gla_ext.hf.GLAForCausalLM)"
+    assert run_python(code.replace("SIZES", repr(TINY))).split()[-1] == "True"
+
+
 def test_config_has_the_names_and_defaults_of_fla(hf):
     import_fla()
     from fla.models import GLAConfig
@@ -155,7 +164,6 @@ def test_hybrid_models_saved_by_either(tmp_path, fla, window):
     from gla_ext import hf
 
     gla_ext.fla.accelerate_fla()
-    hf.register()
     attn = {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True}
     sizes = {"hidden_size": 256, "num_heads": 2, "num_hidden_layers": 2}
     theirs = make_fla_model("cuda", **sizes, attn=attn | {"window_size": window})

@@ -296,5 +296,7 @@ def test_forward_refuses_what_it_does_not_know():
     model, ids = make_model(), make_ids()
     with pytest.raises(TypeError, match="attn_mask"):
         model(ids, attn_mask=torch.ones_like(ids))
+    with pytest.raises(ValueError, match=r"expected tokens of shape \[B, T\], got \[9\]"):
+        make_model()(torch.zeros(9, dtype=torch.int64))
     with pytest.raises(ValueError, match="logits_to_keep to be at least 0, got -2"):
         model(ids, logits_to_keep=-2)

@@ -108,6 +108,12 @@ def test_retnet():
     assert_close(decoded(q, k, v, retention_decay(H, q).expand(B, T, H)), expected, 1e-12)
 
 
+@pytest.mark.parametrize("layer_idx", [-1, 12])
+def test_lightning_attention_of_a_layer_that_is_not_there(layer_idx):
+    with pytest.raises(ValueError, match=f"layer_idx to be from 0 to 11, .* got {layer_idx}"):
+        lightning_decay(4, layer_idx, 12, torch.zeros(1))
+
+
 def test_lightning_attention():
     """Qin et al.: lambda = exp(-8 h / H (1 - l / L)), kv_t = lambda kv_{t-1} + k_t v_t^T."""
     layer, layers = 2, 8

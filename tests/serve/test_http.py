@@ -159,7 +159,7 @@ BAD = [
     ({"prompt": "\ud800"}, "expected prompt to be Unicode text"),
     ({"prompt": "a" * 2000}, "expected a prompt of at most 2000 tokens, got 2001"),
     ({"prompt": "a", "max_tokens": 3001}, "expected at most 3000 new tokens, got 3001"),
-    ({"prompt": "a", "max_tokens": -1}, "max_new_tokens to be at least 0, got -1"),
+    ({"prompt": "a", "max_tokens": -1}, "max_tokens of at least 0, got -1"),
     ({"prompt": "a", "max_tokens": True}, "expected max_tokens to be an int, got True"),
     (b'{"prompt": "a", "temperature": NaN}', "expected temperature to be a number, got nan"),
     (b'{"prompt": "a", "temperature": 1e999}', "expected temperature to be a number, got inf"),

@@ -41,7 +41,11 @@ def test_flags_override_a_preset(folder, tmp_path, capsys):
     assert (settings["layers"], settings["lr"], settings["weight_decay"]) == (1, 3e-3, 0.01)
     run(*given, "--resume")
     run("--preset", "gla-tiny", "--out", tmp_path / "out", "--resume", "--device", "cpu", code=2)
-    assert "expected --" in capsys.readouterr().err
+    said = "by --preset; leave --preset out to go on, or --resume out to start again"
+    assert said in capsys.readouterr().err
+    run(*given[:6], *TINY[2:], "--resume")  # the preset's --steps do not make it longer
+    steps = read_metadata(tmp_path / "out" / CHECKPOINT)["settings"]["steps"]
+    assert steps == settings["steps"]
 
 
 SIZES = ("--hidden-size", "--layers", "--heads")

@@ -240,6 +240,7 @@ def test_broken_lines_are_counted_and_said(lines, tmp_path, capsys):
     output = capsys.readouterr()
     assert "Left out: 12 broken lines" in output.out
     assert "y.jsonl:1: no text under 'text': left out" in output.err
+    assert "y.jsonl:2: an array, where a line is to be one object of JSON" in output.err
     assert "more is only counted" in output.err and "y.jsonl:12" not in output.err
     assert "the last" in texts_of(tmp_path / "out") + texts_of(tmp_path / "out", "held_out")
 
@@ -291,6 +292,20 @@ def test_held_out_files_of_ones_own(lines, tmp_path):
     prepare(lines, *args, "--held-out", 0.1, code=2)
 
 
+@pytest.mark.parametrize("inside", ["03.txt", "inner"])
+def test_held_out_files_in_a_source_are_not_trained_on(tmp_path, inside):
+    source = tmp_path / "source"
+    (source / "inner").mkdir(parents=True)
+    in_files(source)
+    (source / "inner" / "a.txt").write_text("far inside")
+    args = ["--tokenizer", "bytes", "--held-out-files", source / inside]
+    prepare(source, "--out", tmp_path / "out", *args)
+    held_out = texts_of(tmp_path / "out", "held_out")
+    assert held_out == [TEXTS[3] if inside == "03.txt" else "far inside"]
+    assert sorted([*texts_of(tmp_path / "out"), *held_out]) == sorted([*TEXTS, "far inside"])
+    prepare(source / inside, "--out", tmp_path / "none", *args, code=2)
+
+
 def nothing(folder):
     for file in folder.glob("*"):
         file.unlink()
@@ -313,13 +328,13 @@ def parquet_of(**columns):
 REFUSED = {  # what is done to the source, the arguments, and what is said
     "nothing": (nothing, [], "expected documents in the sources, got none$"),
     "broken alone": (add("x.jsonl", b"{\n"), [], "got none; 1 broken ones were left out"),
-    "all held out": (None, ["--held-out", 1], "documents to train on, got 60, all held out"),
-    "none held out": (None, ["--held-out", 0], "that are held out, got none of 60; a larger"),
+    "all held out": (None, ["--held-out", 1 - 1e-9], "documents to train on, got 60, all held out"),
+    "none held out": (None, ["--held-out", 1e-9], "got none of 60; another --out with a larger"),
     "start of bytes": (
         *(None, ["--document-start", "x"], "--document-start with a tokenizer that is given"),
     ),
     "delimiter": (None, ["--delimiter", ""], "expected --delimiter to be some text, got none"),
-    "range": (None, ["--held-out", 2], "expected --held-out to be from 0 to 1, got 2.0"),
+    "range": (None, ["--held-out", 0], "expected --held-out to be between 0 and 1, got 0.0"),
     "workers": (None, ["--workers", -1], "expected --workers to be from 1 to 1024, got -1"),
     "column": (parquet_of(a=["x"], b=["y"]), [], "have a column 'text', got a, b; --column names"),
     "no parquet": (add("x.parquet", b"x" * 100), [], "x.parquet to be parquet, got Parquet magic"),

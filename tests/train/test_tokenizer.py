@@ -78,8 +78,9 @@ def test_pieces_have_the_tokens_of_the_whole(trained, monkeypatch):
 
 
 def test_too_little_text_gives_a_smaller_vocabulary(tmp_path, capsys):
-    (tmp_path / "x.txt").write_text("ab\ncd")
-    args = ["--train-tokenizer", 5000, "--delimiter", "\\n", "--held-out-files", tmp_path / "x.txt"]
+    for name in ("x.txt", "y.txt"):
+        (tmp_path / name).write_text("ab\ncd")
+    args = ["--train-tokenizer", 5000, "--delimiter", "\\n", "--held-out-files", tmp_path / "y.txt"]
     prepare(tmp_path / "x.txt", "--out", tmp_path / "out", *args)
     assert open_folder(tmp_path / "out").tokenizer.vocab_size < 270
     assert len(open_folder(tmp_path / "out").train.starts) == 2
@@ -120,8 +121,9 @@ def test_which_token_starts_a_document(trained, tmp_path):
 
 
 def test_special_tokens_in_a_text_are_text(tmp_path):
-    (tmp_path / "x.jsonl").write_text(json.dumps({"body": " ".join(WORDS)}) + "\n")
-    args = ["--tokenizer", "bytes", "--column", "body", "--held-out-files", tmp_path / "x.jsonl"]
+    for name in ("x.jsonl", "y.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"body": " ".join(WORDS)}) + "\n")
+    args = ["--tokenizer", "bytes", "--column", "body", "--held-out-files", tmp_path / "y.jsonl"]
     prepare(tmp_path / "x.jsonl", "--out", tmp_path / "out", *args)
     assert texts_of(tmp_path / "out") == [" ".join(WORDS)]
 
@@ -145,9 +147,10 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<s>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     made.save(str(tmp_path / "words.json"))
-    (tmp_path / "x.txt").write_text("one two\ntwo")
+    for name in ("x.txt", "y.txt"):
+        (tmp_path / name).write_text("one two\ntwo")
     args = ["--tokenizer", tmp_path / "words.json", "--document-start", "<s>", "--delimiter", "\\n"]
-    args += ["--held-out-files", tmp_path / "x.txt", "--out", tmp_path / "out"]
+    args += ["--held-out-files", tmp_path / "y.txt", "--out", tmp_path / "out"]
     prepare(tmp_path / "x.txt", *args)
     folder = open_folder(tmp_path / "out")
     assert folder.tokenizer.vocab_size == 70_001

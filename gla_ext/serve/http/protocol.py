@@ -155,6 +155,9 @@ def read_options(given: dict[str, Any]) -> dict[str, Any]:
         raise RefusedError(400, message, None, "max_tokens")
     if counts:
         options["max_new_tokens"] = counts.pop()
+        if options["max_new_tokens"] < 0:
+            message = f"expected max_tokens of at least 0, got {options['max_new_tokens']}"
+            raise RefusedError(400, message, None, "max_tokens")
     bias = given.get("logit_bias", {})
     options["logit_bias"] = {int(token): value for token, value in bias.items()}
     stop = given.get("stop") or []

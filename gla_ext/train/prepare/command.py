@@ -102,10 +102,7 @@ def prepare(options: argparse.Namespace, signals: StopSignals, lock: TextIO) -> 
     tokenizer = _given_tokenizer(options)
     paths = [os.path.realpath(path) for path in options.sources]
     held_out = [os.path.realpath(path) for path in options.held_out_files]
-    for path in [*paths, *held_out]:
-        if Path(os.path.realpath(options.out)).is_relative_to(path):
-            raise ValueError(f"expected --out to be outside of the sources, got it in {path}")
-    digest, count, size = measure(paths)
+    digest, count, size = measure(paths, but=held_out)
     held_out_digest, _, held_out_size = measure(held_out)
     total = size + held_out_size
     fraction = 0.0 if held_out else options.held_out
@@ -127,7 +124,7 @@ def prepare(options: argparse.Namespace, signals: StopSignals, lock: TextIO) -> 
 
     def reader(place: Place, tell: Callable[[str], None]) -> Reader:
         given = (options.column, options.delimiter, options.skip_not_utf8, fraction, count)
-        return Reader([*paths, *held_out], place, *given, tell)
+        return Reader(paths, place, *given, tell, held_out)
 
     folder = options.out / TOKENIZER
     if tokenizer is not None:
@@ -184,9 +181,10 @@ def _check(options: argparse.Namespace) -> None:
     if options.delimiter == "":
         raise ValueError("expected --delimiter to be some text, got none")
     options.held_out = 0.005 if options.held_out is None else options.held_out
+    if not 0 < options.held_out < 1:
+        raise ValueError(f"expected --held-out to be between 0 and 1, got {options.held_out}")
     options.workers = options.workers or len(os.sched_getaffinity(0))
     ranges = (
-        ("--held-out", options.held_out, 0, 1),
         ("--workers", options.workers, 1, 1024),
         ("--shard-bytes", options.shard_bytes, 4, MAX_SHARD),
         ("--train-tokenizer", options.train_tokenizer or 257, 257, 1 << 24),
@@ -194,6 +192,9 @@ def _check(options: argparse.Namespace) -> None:
     for flag, value, least, most in ranges:
         if not least <= value <= most:
             raise ValueError(f"expected {flag} to be from {least} to {most}, got {value}")
+    for path in map(os.path.realpath, [*options.sources, *options.held_out_files]):
+        if Path(os.path.realpath(options.out)).is_relative_to(path):
+            raise ValueError(f"expected --out to be outside of the sources, got it in {path}")
 
 
 def _check_parts(writer: Writer, options: argparse.Namespace) -> None:
@@ -203,13 +204,14 @@ def _check_parts(writer: Writer, options: argparse.Namespace) -> None:
         raise ValueError(f"expected documents in the sources, got none{broken}")
     if not train.documents:
         raise ValueError(
-            f"expected documents to train on, got {held_out.documents}, all held out; a smaller "
-            "--held-out leaves some"
+            f"expected documents to train on, got {held_out.documents}, all held out; another "
+            "--out with a smaller --held-out leaves some"
         )
     if not held_out.documents:
         raise ValueError(
-            f"expected documents that are held out, got none of {train.documents:,}; a larger "
-            "--held-out takes some, --held-out-files names files of your own"
+            f"expected documents that are held out, got none of {train.documents:,}; another "
+            "--out with a larger --held-out takes some, with --delimiter makes more of a file, "
+            "with --held-out-files holds out files of your own"
         )
 
 

@@ -12,7 +12,7 @@ import json
 import mmap
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -71,6 +71,7 @@ class Reader:
         of a long one).
     first_held_out: number of the first source that is held out as a whole.
     tell: takes a sentence about what is left out.
+    held_out_paths: further sources, held out as a whole, also where they lie in the others.
     """
 
     paths: list[str]
@@ -81,6 +82,7 @@ class Reader:
     held_out: float
     first_held_out: int
     tell: Callable[[str], None]
+    held_out_paths: Sequence[str] = ()
 
     def __iter__(self) -> Iterator[Piece]:
         """The pieces of all documents from the place on.
@@ -91,7 +93,9 @@ class Reader:
             ImportError: if the package that reads a file is missing.
         """
         kinds = {JSON_LINES: self._lines, PARQUET: self._parquet, DATASET: self._dataset}
-        for source in itertools.islice(sources(self.paths), self.place.source, None):
+        apart = self.held_out_paths
+        every = itertools.chain(sources(self.paths, but=apart), sources(apart))
+        for source in itertools.islice(every, self.place.source, None):
             try:
                 yield from kinds.get(source.kind, self._text)(source)
             except (EOFError, NotImplementedError, OSError, ValueError, zlib.error) as error:
@@ -157,6 +161,8 @@ class Reader:
                 self._move(self.place.at + length, self.place.line + 1)
                 if too_long:
                     self._leave_out(source, f"a line of over {MAX_LINE >> 20} MiB")
+                elif line.lstrip()[:1] == b"[":
+                    self._leave_out(source, "an array, where a line is to be one object of JSON")
                 elif line.strip():
                     yield from self._document(source, self._text_of(line), raw.tell())
 

@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -60,14 +60,24 @@ class Place:
         return replace(self, source=self.source + 1, at=0, line=0, inside=None, done=done)
 
 
-def sources(paths: list[str]) -> Iterator[Source]:
+def sources(paths: list[str], but: Collection[str] = ()) -> Iterator[Source]:
     """The sources at paths, folders in the order of their files' names, without hidden files and
     links.
+
+    Args:
+        paths: files and folders, as `os.path.realpath` has them.
+        but: paths whose sources are left out. Default: none.
 
     Raises:
         OSError: if a path is not there, or a folder cannot be read.
         ValueError: for a pipe or a device.
     """
+    for source in _at(paths):
+        if not any(Path(source.path).is_relative_to(path) for path in but):
+            yield source
+
+
+def _at(paths: list[str]) -> Iterator[Source]:
     for path in paths:
         if not os.path.isdir(path):
             yield _file(path, named=True)
@@ -83,12 +93,12 @@ def sources(paths: list[str]) -> Iterator[Source]:
             yield from _folder(path, named=True)
 
 
-def measure(paths: list[str]) -> tuple[str, int, int]:
-    """A digest of the sources' names, sizes and times of their last change; how many they are, and
-    their bytes on the disk.
+def measure(paths: list[str], but: Collection[str] = ()) -> tuple[str, int, int]:
+    """A digest of the names, sizes and times of the last change of `sources`; how many they are,
+    and their bytes on the disk.
     """
     digest, count, size = hashlib.sha256(), 0, 0
-    for count, source in enumerate(sources(paths), 1):  # noqa: B007
+    for count, source in enumerate(sources(paths, but), 1):  # noqa: B007
         changed = os.stat(source.path).st_mtime_ns
         digest.update(os.fsencode(f"{source.path}\0{source.size}\0{changed}\n"))
         size += source.size

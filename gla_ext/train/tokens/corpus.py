@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -151,6 +152,13 @@ def absolute(data: list[str]) -> list[str]:
     """--data with absolute paths."""
     pairs = [(os.path.realpath(path), weight) for path, weight in map(_weighted, data)]
     return [path if weight is None else f"{path}:{weight:g}" for path, weight in pairs]
+
+
+def check_outside(out: Path, data: list[str]) -> None:
+    """Raises ValueError if a run would write to a folder of text that it reads."""
+    for path, _ in map(_weighted, data):
+        if out.resolve().is_relative_to(path) and not is_prepared(path):
+            raise ValueError(f"expected --out to be outside of --data, got {out} in {path}")
 
 
 def _weighted(text: str) -> tuple[str, float | None]:
