@@ -17,7 +17,10 @@ def sequence_of(offsets: Tensor, T: int) -> Tensor:
     one.
     """
     tokens = torch.arange(T, dtype=offsets.dtype, device=offsets.device)
-    found = torch.searchsorted(offsets, tokens, right=True) - 1
+    if torch.onnx.is_in_onnx_export():  # which has no search
+        found = (tokens.unsqueeze(1) >= offsets).long().sum(1) - 1
+    else:
+        found = torch.searchsorted(offsets, tokens, right=True) - 1
     return found.clamp(0, max(len(offsets) - 2, 0))
 
 

@@ -315,7 +315,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GLAGenerationMixin):
         targets = labels if shift_labels is None else shift_labels
         loss_function = None if targets is None else self._chosen_loss(labels, cp_context)
         check_keywords("GLAForCausalLM", kwargs, OF_MODELS if loss_function is None else kwargs)
-        check_logits_to_keep(logits_to_keep)
+        logits_to_keep = check_logits_to_keep(logits_to_keep)
         cu_seqlens = _first(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
         return_dict = self.config.return_dict if return_dict is None else return_dict
         output = self.model(

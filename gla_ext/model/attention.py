@@ -23,8 +23,7 @@ ATTENTION_OPTIONS = {  # options of the layer, and their types
 
 
 def read_attn(attn: Any, num_hidden_layers: int) -> Spec | list[Spec] | None:
-    """The option `attn` of a configuration with its defaults filled in. Unknown keys are kept, as
-    in FLA.
+    """The option `attn` of a configuration with its defaults filled in.
 
     Args:
         attn: None, a dict or a list of dicts with `layers` (indices), `num_heads`, and optionally
@@ -34,7 +33,7 @@ def read_attn(attn: Any, num_hidden_layers: int) -> Spec | list[Spec] | None:
     Raises:
         TypeError: for other types.
         ValueError: for a layer that does not exist or has two entries, and sizes out of range.
-        NotImplementedError: for qk_norm.
+        NotImplementedError: for qk_norm and for unknown keys.
     """
     if attn is None:
         return None
@@ -59,6 +58,11 @@ def _read(given: Spec, num_hidden_layers: int, taken: set[int]) -> Spec:
     if given.get("qk_norm"):
         raise NotImplementedError(
             "GLAConfig: qk_norm of attn is not implemented: FLA does not pass it on to the layer"
+        )
+    if unknown := given.keys() - {"layers", "qk_norm", *ATTENTION_OPTIONS}:
+        raise NotImplementedError(
+            f"GLAConfig: expected attn of layers, {', '.join(ATTENTION_OPTIONS)}, got also "
+            f"{', '.join(sorted(unknown))}"
         )
     layers = given["layers"]
     if not isinstance(layers, (list, tuple)) or any(type(index) is not int for index in layers):

@@ -97,7 +97,7 @@ class GLAForCausalLM(LanguageModel):
             ValueError: logits_to_keep below 0; a mask with numbers other than 0 and 1 (on CPU).
             TypeError: input_ids, labels or cu_seqlens that are not tensors.
         """
-        check_logits_to_keep(logits_to_keep)
+        logits_to_keep = check_logits_to_keep(logits_to_keep)
         x, past_key_values = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -134,9 +134,12 @@ class GLAForCausalLM(LanguageModel):
         return model.eval()
 
 
-def check_logits_to_keep(logits_to_keep: int | Tensor) -> None:
-    """Raises ValueError for a negative number of positions."""
+def check_logits_to_keep(logits_to_keep: int | Tensor) -> int | Tensor:
+    """A number of positions, or a list of them; raises ValueError for a negative number."""
+    if isinstance(logits_to_keep, Tensor) and logits_to_keep.ndim == 0:
+        logits_to_keep = int(logits_to_keep)  # the older exporter to ONNX makes numbers tensors
     if isinstance(logits_to_keep, int) and logits_to_keep < 0:
         raise ValueError(
             f"GLAForCausalLM: expected logits_to_keep to be at least 0, got {logits_to_keep}"
         )
+    return logits_to_keep

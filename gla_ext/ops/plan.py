@@ -112,7 +112,10 @@ def plan(
     """
     capability, processors = _capability(gpu)
     missing = None
-    if os.environ.get("GLA_EXT_CUDA_PATH") == "steps":
+    forced = os.environ.get("GLA_EXT_CUDA_PATH", "")
+    if forced not in ("", "fused", "steps"):
+        raise ValueError(f"GLA_EXT_CUDA_PATH: expected fused or steps, got {forced}")
+    if forced == "steps":
         missing = "no GLA_EXT_CUDA_PATH=steps"
     elif capability == "9.0" and not isinstance(gpu, tuple) and _lacks_fused_kernels():
         missing = "a build for 9.0a"

@@ -87,6 +87,7 @@ class Engine:
 
     Raises:
         NotImplementedError: for a model with attention layers.
+        TypeError: for a model of transformers, or something that is no tokenizer.
         ValueError: for a model in train mode, another state_dtype, or cuda_graph on another device.
     """
 
@@ -102,6 +103,14 @@ class Engine:
             raise ValueError(
                 "Engine: expected state_dtype to be torch.float32, torch.bfloat16, torch.float16 "
                 f"or None, got {state_dtype}"
+            )
+        if tokenizer is not None and not hasattr(tokenizer, "encode"):
+            raise TypeError(f"Engine: expected a tokenizer, got {tokenizer!r}")
+        if hasattr(model, "prepare_inputs_for_generation"):
+            raise TypeError(
+                f"Engine: expected a gla_ext.model.GLAForCausalLM, got {type(model).__module__}."
+                f"{type(model).__name__}; gla_ext.model.GLAForCausalLM.from_pretrained reads what "
+                "it saves"
             )
         if any(isinstance(module, Attention) for module in model.modules()):
             raise NotImplementedError(
@@ -171,11 +180,16 @@ class Engine:
             FullError: if the queue has not enough room.
             ClosedError: after `drain`.
             ChangedError: if it notices that the model has changed, until `refresh`.
-            ValueError: for requests over the limits, tokens outside of the vocabulary, stop strings
-                without a tokenizer.
+            ValueError: for requests over the limits, also more of them than may run and wait;
+                tokens outside of the vocabulary; stop strings without a tokenizer.
+            TypeError: for what is no request.
         """
         self._stamp.check("Engine")
+        if len(requests) > (most := self.limits.rows + self.limits.waiting):
+            raise ValueError(f"expected at most {most} sequences at once, got {len(requests)}")
         for request in requests:
+            if not isinstance(request, Request):
+                raise TypeError(f"Engine: expected requests, got {request!r}")
             self.limits.check(request, self.model.config.vocab_size)
             if request.stop and self.tokenizer is None:
                 raise ValueError("expected a tokenizer for stop strings, got none")

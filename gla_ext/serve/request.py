@@ -173,8 +173,12 @@ class Request:
             raise ValueError(
                 f"Request: expected at most {MOST_STOPS} stop strings, got {len(self.stop)}"
             )
-        if not all(1 <= len(stop) <= LONGEST_STOP for stop in self.stop):
-            raise ValueError(f"Request: expected stop strings of 1 to {LONGEST_STOP} characters")
+        for stop in self.stop:
+            if not 1 <= len(stop) <= LONGEST_STOP:
+                raise ValueError(
+                    f"Request: expected stop strings of 1 to {LONGEST_STOP} characters, got one of "
+                    f"{len(stop)}"
+                )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None and not (is_int(count) and 0 <= count <= MOST_LOGPROBS):

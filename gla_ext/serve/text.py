@@ -38,26 +38,38 @@ class Bytes:
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer in a checkpoint's folder, loaded by transformers. Or `Bytes`, if the folder has
-    no tokenizer, or has that of bytes that `gla_ext.train` writes and no chat template.
+    no tokenizer, or has that of bytes that `gla_ext.train` writes, and no chat template or tokens
+    of its own.
 
     Raises:
-        ValueError: if there is none and the model's vocabulary is not the 256 bytes.
+        ValueError: if there is none and the model's vocabulary is not the 256 bytes; if it cannot
+            be read, or has more tokens than the model.
     """
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.exists() else {"gla_ext_bytes": True}
     chats = "chat_template" in config or (folder / "chat_template.jinja").exists()
-    if chats or not config.get("gla_ext_bytes"):
-        from transformers import AutoTokenizer
-
-        import gla_ext.hf  # noqa: F401  registers the model type 'gla'
-
-        return AutoTokenizer.from_pretrained(folder)
-    if vocab_size != 256:
+    if config.get("gla_ext_bytes") and not chats and vocab_size == 256:
+        return Bytes()
+    if not path.exists() and not chats:
         raise ValueError(
             f"expected {folder} to hold a tokenizer, as its model has {vocab_size} tokens, not the "
             "256 bytes; got no tokenizer_config.json"
         )
-    return Bytes()
+    from transformers import AutoTokenizer
+
+    import gla_ext.hf  # noqa: F401  registers the model type 'gla'
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"expected {folder} to hold a tokenizer, got {said}") from error
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"expected the tokenizer in {folder} to have at most the model's {vocab_size} tokens, "
+            f"got {len(tokenizer)}"
+        )
+    return tokenizer
 
 
 def chat_tokens(tokenizer: Tokenizer | None, messages: list[dict[str, str]]) -> list[int]:

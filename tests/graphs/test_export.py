@@ -213,8 +213,8 @@ class Output(torch.nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, x):
-        y = self.module(x)
+    def forward(self, x, mask=None):
+        y = self.module(x) if mask is None else self.module(x, attention_mask=mask)
         return y.logits if hasattr(y, "logits") else y[0]
 
 
@@ -242,12 +242,26 @@ def test_onnx_by_torchscript(options, tmp_path):
     assert_runs(run, layer, make_x(dtype=torch.float32, seed=5))
 
 
-@pytest.mark.parametrize("attn", [{}, {"num_kv_heads": 1, "window_size": 9}], ids=str)
+@pytest.mark.parametrize("attn", [None, {}, {"num_kv_heads": 1, "window_size": 9}], ids=str)
 @pytest.mark.filterwarnings("ignore")
-def test_onnx_of_a_hybrid_by_torchscript(attn, tmp_path):
-    model = Output(make_model(**MODEL_EVERY, attn={"layers": [1], "num_heads": 2} | attn))
+def test_onnx_of_a_model_by_torchscript(attn, tmp_path):
+    """As it is, not in a module that calls it: then the exporter passes the defaults, too."""
+    attn = None if attn is None else {"layers": [1], "num_heads": 2} | attn
+    model = make_model(**MODEL_EVERY, attn=attn)
     run = onnx_session(model, (make_ids(),), tmp_path / "model.onnx", dynamo=False)
     assert_runs(run, model, make_ids(seed=5))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_of_a_padded_hybrid_by_torchscript(tmp_path):
+    model = Output(make_model(**MODEL_EVERY, attn={"layers": [1], "num_heads": 2}))
+    ids = make_ids()
+    mask = (torch.arange(ids.shape[1]) >= torch.tensor([[5], [0]])).long()
+    run = onnx_session(model, (ids, mask), tmp_path / "model.onnx", dynamo=False)
+    with torch.no_grad():
+        for seen in (mask, mask.flip(0)):
+            (actual,), expected = run(ids, seen), model(ids, seen)
+            assert_close(actual[seen == 1], expected[seen == 1], 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ NOT_IMPLEMENTED = [
     ({"use_gk": False}, "use_gk = False is not implemented"),
     ({"hidden_act": "powlu"}, "hidden_act = 'powlu' is not implemented"),
     (attn(num_heads=2, qk_norm=True), "FLA does not pass"),
+    (attn(num_heads=2, window=64), "expected attn of layers, num_heads, .*, got also window"),
 ]
 ERRORS = [(ValueError, *row) for row in VALUE_ERRORS] + [(TypeError, *row) for row in TYPE_ERRORS]
 ERRORS += [(NotImplementedError, *row) for row in NOT_IMPLEMENTED]

@@ -71,7 +71,7 @@ def test_room_follows_the_longest_row():
 
 
 def test_defaults_are_filled_in_as_by_fla():
-    given = {"layers": (1,), "num_heads": 2, "of another reader": 3}
+    given = {"layers": (1,), "num_heads": 2}
     config = GLAConfig(num_hidden_layers=2, attn=given)
     assert config.attn == {
         "layers": [1],
@@ -80,9 +80,8 @@ def test_defaults_are_filled_in_as_by_fla():
         "qkv_bias": False,
         "window_size": None,
         "rope_theta": 10000.0,
-        "of another reader": 3,
     }
-    assert given == {"layers": (1,), "num_heads": 2, "of another reader": 3}
+    assert given == {"layers": (1,), "num_heads": 2}
     assert config.attention_of(0) is None
     assert config.attention_of(1) == config.attn
 

@@ -269,3 +269,6 @@ def test_the_environment_is_asked(monkeypatch):
     monkeypatch.setenv("GLA_EXT_CUDA_PATH", "steps")
     plan = gla_ext.plan(**SHAPE, gpu=("9.0", 132))
     assert (plan.path, plan.fused_expects) == ("steps", "no GLA_EXT_CUDA_PATH=steps")
+    monkeypatch.setenv("GLA_EXT_CUDA_PATH", "step")
+    with pytest.raises(ValueError, match="GLA_EXT_CUDA_PATH: expected fused or steps, got step"):
+        gla_ext.plan(**SHAPE, gpu=("9.0", 132))

@@ -193,11 +193,13 @@ def test_limits():
     model = make_model(eos_token_id=None)
     engine = Engine(model, limits=Limits(**SMALL | {"waiting": 1}, prompt_tokens=9, new_tokens=5))
     requests = [Request([1], 5)] * 4
-    with pytest.raises(FullError, match="at most 4 more sequences, of 3 that run and 1 that"):
+    with pytest.raises(ValueError, match="at most 4 sequences at once, got 5"):  # never
         engine.submit(*requests, requests[0])
+    with pytest.raises(TypeError, match="expected requests, got"):
+        engine.submit(requests)
     assert not engine.busy
     engine.submit(*requests)
-    with pytest.raises(FullError, match="at most 0 more"):
+    with pytest.raises(FullError, match="at most 0 more sequences, of 3 that run and 1 that"):
         engine.submit(requests[0])
     for request, message in [
         (Request([1] * 10), "a prompt of at most 9 tokens, got 10"),
@@ -255,11 +257,22 @@ def test_models_that_it_does_not_run():
             Engine(make_model(), state_dtype=state_dtype)
     with pytest.raises(ValueError, match="in eval mode"):
         Engine(make_model().train())
+    with pytest.raises(TypeError, match="expected a tokenizer, got Limits"):
+        Engine(make_model(), Limits())
     with pytest.raises(ValueError, match="Engine: expected a model on a CUDA device with cuda_gr"):
         Engine(make_model(), cuda_graph=True)
     attention = {"layers": [1], "num_heads": 2, "num_kv_heads": 2, "window_size": None}
     with pytest.raises(NotImplementedError, match="grow; 'vllm serve FOLDER' serves it"):
         Engine(make_model(attn=attention))
+
+
+def test_a_model_of_transformers_is_refused_by_name():
+    pytest.importorskip("transformers")
+    from gla_ext import hf
+
+    config = {"hidden_size": 16, "num_heads": 2, "num_hidden_layers": 1, "vocab_size": 31}
+    with pytest.raises(TypeError, match=r"got gla_ext.hf.modeling.GLAForCausalLM; .*from_pretrai"):
+        Engine(hf.GLAForCausalLM(hf.GLAConfig(**config)).eval())
 
 
 def test_an_error_ends_every_sequence(monkeypatch):

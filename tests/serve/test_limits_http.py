@@ -112,6 +112,21 @@ def test_the_size_of_a_head(server, size, status):
         assert client.recv(12) == b"HTTP/1.1 " + status
 
 
+def test_a_whole_reply_that_outlives_the_shutdown_is_an_error(tmp_path):
+    with running(tmp_path) as (process, port):
+        with contextlib.closing(
+            http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        ) as client:
+            client.request("POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 1000000}')
+            time.sleep(0.5)
+            process.send_signal(signal.SIGTERM)
+            response = client.getresponse()
+            assert response.status == 503
+            assert "shut down" in json.loads(response.read())["error"]["message"]
+        assert process.wait(20) == 0
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
 def test_what_outlives_the_shutdown_ends(tmp_path):
     with running(tmp_path) as (process, port):
         client = connect(port)
@@ -129,3 +144,6 @@ def test_what_outlives_the_shutdown_ends(tmp_path):
         assert process.wait(20) == 0
         assert SHUTDOWN_SECONDS <= time.monotonic() - start < 15
         assert b"[DONE]" not in received
+        last = received.rpartition(b"data: ")[2].decode()
+        assert json.loads(last)["error"]["message"].startswith("the server shut down before")
+    assert "Traceback" not in (tmp_path / "log").read_text()

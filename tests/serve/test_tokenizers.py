@@ -128,3 +128,33 @@ def test_special_tokens_over_http(skip):
     assert choice["text"] == ("<|im_end|>" * 3 if skip is False else "")
     assert choice["logprobs"]["tokens"] == ["<|im_end|>"] * 3  # each token has its name
     assert "expected skip_special_tokens to be true or false, got 1" in bad.text
+
+
+def test_a_prompt_that_spells_out_a_special_token_has_its_offsets():
+    pytest.importorskip("starlette")
+    model = make_model(vocab_size=5, eos_token_id=None)
+    body = {"prompt": "<s>\u2581one", "max_tokens": 0, "echo": True, "logprobs": 0}
+    with client_of(Engine(model, words(metaspace=False), Limits(rows=2))) as client:
+        (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+    assert choice["text"] == body["prompt"]
+    assert choice["logprobs"]["text_offset"] == [0, 3]
+
+
+def test_what_no_tokenizer_can_be_read_from_is_said_in_a_line(folder, tmp_path):
+    size = len(load_tokenizer(folder, 300))
+    with pytest.raises(ValueError, match=f"to have at most the model's 260 tokens, got {size}"):
+        load_tokenizer(folder, 260)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    with pytest.raises(ValueError, match=f"expected {tmp_path} to hold a tokenizer, got .{{20}}"):
+        load_tokenizer(tmp_path, 300)
+
+
+def test_a_tokenizer_of_bytes_with_another_token(tmp_path):
+    from gla_ext.train.tokens.tokenizer import byte_tokenizer
+
+    byte_tokenizer().save(tmp_path)
+    assert isinstance(load_tokenizer(tmp_path, 256), Bytes)
+    more = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    more.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    more.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path, 257).encode("a<|user|>")[-2:] == [97, 256]

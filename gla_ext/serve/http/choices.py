@@ -76,7 +76,9 @@ class Echo:
         """Its text, and the offset of each token in it."""
         pieces = [""] * len(self.tokens)
         if self._tokenizer is not None:
-            push = Detokenizer(self._tokenizer, [], self._skip_special).push
+            # A text that was given has the special tokens that it spells out.
+            skip_special = self._skip_special and self._given is None
+            push = Detokenizer(self._tokenizer, [], skip_special).push
             pieces = [push(token) for token in self.tokens]
         text = "".join(pieces)
         offsets = [0]

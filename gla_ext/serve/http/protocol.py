@@ -65,7 +65,9 @@ def read(body: bytes, model: str) -> Completion:
     check_model(given, model)
     n = given.get("n", 1)
     if given.get("best_of", n) != n:
-        raise RefusedError(400, f"expected best_of to be n = {n}", None, "best_of")
+        raise RefusedError(
+            400, f"expected best_of to be n = {n}, got {given['best_of']}", None, "best_of"
+        )
     prompts, options = _read_prompts(given.get("prompt")), read_options(given)
     if len(prompts) * n > MOST_PROMPTS:
         message = f"expected at most {MOST_PROMPTS} choices, got {len(prompts)} prompts of {n}"

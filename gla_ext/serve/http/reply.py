@@ -52,6 +52,7 @@ class Reply(Response):
         self._head, self._asked, self._began = head(ident, model), asked, began
         self._choices, self._inbox, self._ended = choices, inbox, ended
         self._write_seconds, self._leave = write_seconds, leave
+        self._started = False  # whether the reply has begun
         self._form = type(next(iter(choices.values())))
         self._going = set(choices)
 
@@ -67,6 +68,16 @@ class Reply(Response):
                 entry.note = "the client left"
         except TimeoutError:
             entry.note = f"the client took nothing for {self._write_seconds:g} s"
+        except asyncio.CancelledError:  # by uvicorn, once it has waited for shutdown_seconds
+            tasks[0].cancel()
+            await asyncio.wait(tasks[:1])
+            error = RefusedError(503, "the server shut down before the reply was whole")
+            entry.note = str(error)
+            if not self._started:
+                raise error from None
+            if self._asked.stream:
+                await self._send(send, iter([f"data: {error.body()}\n\n".encode()]))
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             usage = self._usage()
             entry.ident = self._head["id"]
@@ -116,6 +127,7 @@ class Reply(Response):
         if not ready[1]:
             headers.append((b"content-length", b"%d" % len(ready[0])))
         self._began(200)
+        self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send(send, itertools.chain(ready, blocks))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -123,6 +135,7 @@ class Reply(Response):
     async def _stream(self, send: Send, entry: Entry) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         self._began(200)
+        self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         counts = self._asked.include_usage
         kind = self._form.piece

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
+from gla_ext.devices import check_device
 from gla_ext.distributed.context import build_cp_context
 from gla_ext.distributed.tensor_parallel import tensor_parallel_plan
 from gla_ext.model.checkpoint import read_metadata
@@ -43,6 +44,7 @@ class Processes(Parallel):
         self.device = torch.device(device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            check_device(str(self.device))
             torch.cuda.set_device(self.device)
 
     def __str__(self) -> str:
