@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gla_ext.ops._door import form_of
+
 FEWEST = 256  # least number of tokens to allocate room for
 
 
@@ -17,11 +19,18 @@ def sequence_of(offsets: Tensor, T: int) -> Tensor:
     one.
     """
     tokens = torch.arange(T, dtype=offsets.dtype, device=offsets.device)
-    if torch.onnx.is_in_onnx_export():  # which has no search
-        found = (tokens.unsqueeze(1) >= offsets).long().sum(1) - 1
-    else:
-        found = torch.searchsorted(offsets, tokens, right=True) - 1
+    found = form_of(_search, plain=_count)(offsets, tokens) - 1
     return found.clamp(0, max(len(offsets) - 2, 0))
+
+
+def _search(offsets: Tensor, tokens: Tensor) -> Tensor:
+    """The number of offsets that are at most each token."""
+    return torch.searchsorted(offsets, tokens, right=True)
+
+
+def _count(offsets: Tensor, tokens: Tensor) -> Tensor:
+    """`_search`, which ONNX has not, by all comparisons."""
+    return (tokens.unsqueeze(1) >= offsets).long().sum(1)
 
 
 def room_for(count: int, window: int | None = None) -> int:
