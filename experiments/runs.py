@@ -202,9 +202,12 @@ class Sweep:
 
 def how_many_at_edges(of: Iterable[tuple[Sweep, str]]) -> str:
     """A sentence on whole sweeps of some names, or '' where the best rate is at an end of none."""
-    whole = [(sweep, name) for sweep, name in of if best(sweep.of(name), sweep.results)]
-    ends = sum(bool(sweep.at_edges([name])) for sweep, name in whole)
-    return f"In {ends} of {len(whole)} sweeps the best rate is at an end." if ends else ""
+    found = [(sweep.rates, best(sweep.of(name), sweep.results)) for sweep, name in of]
+    whole = [(rates, first.lr) for rates, first in found if first is not None]
+    low, high = (sum(lr == end(rates) for rates, lr in whole) for end in (min, max))
+    if not low + high:
+        return ""
+    return f"Of {len(whole)} sweeps the best rate is the lowest in {low}, the highest in {high}."
 
 
 def foreseen(

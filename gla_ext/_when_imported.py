@@ -25,17 +25,25 @@ class _WaitsFor:
 
     def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
         self.name, self.function = name, function
+        self._asks = False  # the other finders
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != self.name or self not in sys.meta_path:
+        if name != self.name or self._asks:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._asks = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asks = False
+        if spec is None:
+            return None
         execute = spec.loader.exec_module
 
         def execute_and_call(module: ModuleType) -> None:
             execute(module)
-            self.function(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self.function(module)
 
         spec.loader.exec_module = execute_and_call
         return spec

@@ -14,6 +14,7 @@ from gla_ext.model.config import GLAConfig
 from gla_ext.model.loss import head_and_loss
 from gla_ext.model.tensors import fitting, load_tensors, read_model, save_model
 from gla_ext.model.weights import init_weights
+from gla_ext.ops._door import form_of
 
 
 class CausalLMOutput(NamedTuple):
@@ -134,10 +135,18 @@ class GLAForCausalLM(LanguageModel):
         return model.eval()
 
 
+def _as_it_is(x: int | Tensor) -> int | Tensor:
+    return x
+
+
+def _as_a_number(x: int | Tensor) -> int | Tensor:
+    """The older exporter to ONNX makes numbers tensors."""
+    return int(x) if isinstance(x, Tensor) and x.ndim == 0 else x
+
+
 def check_logits_to_keep(logits_to_keep: int | Tensor) -> int | Tensor:
     """A number of positions, or a list of them; raises ValueError for a negative number."""
-    if isinstance(logits_to_keep, Tensor) and logits_to_keep.ndim == 0:
-        logits_to_keep = int(logits_to_keep)  # the older exporter to ONNX makes numbers tensors
+    logits_to_keep = form_of(_as_it_is, plain=_as_a_number)(logits_to_keep)
     if isinstance(logits_to_keep, int) and logits_to_keep < 0:
         raise ValueError(
             f"GLAForCausalLM: expected logits_to_keep to be at least 0, got {logits_to_keep}"

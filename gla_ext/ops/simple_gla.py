@@ -166,7 +166,7 @@ def chunk_lightning_attn(
         layer_idx: index of the layer, from 0.
         num_layers: number of layers of the model.
 
-    Results and errors are those of `chunk_simple_gla`.
+    Results and errors are those of `chunk_simple_gla`; also raises those of `lightning_decay`.
     """
     H = _heads("chunk_lightning_attn", q, k)
     g_gamma = lightning_decay(H, layer_idx, num_layers, q)
@@ -193,7 +193,7 @@ def fused_recurrent_lightning_attn(
             `chunk_lightning_attn`.
         reverse: as in `fused_recurrent_simple_gla`.
 
-    Results and errors are those of `chunk_simple_gla`.
+    Results and errors are those of `chunk_lightning_attn`.
     """
     H = _heads("fused_recurrent_lightning_attn", q, k)
     g_gamma = lightning_decay(H, layer_idx, num_layers, q)
@@ -229,7 +229,7 @@ def lightning_decay(H: int, layer_idx: int, num_layers: int, like: Tensor) -> Te
     """
     if not 0 <= layer_idx < num_layers:
         raise ValueError(
-            f"expected layer_idx to be from 0 to {num_layers - 1}, of {num_layers} layers, got "
+            f"lightning_decay: expected layer_idx to be from 0 to {num_layers - 1}, of {num_layers} layers, got "
             f"{layer_idx}"
         )
     return -(8 / max(H, 1) * (1 - layer_idx / num_layers)) * _numbers_of_heads(H, like)

@@ -185,8 +185,6 @@ class Engine:
             TypeError: for what is no request.
         """
         self._stamp.check("Engine")
-        if len(requests) > (most := self.limits.rows + self.limits.waiting):
-            raise ValueError(f"expected at most {most} sequences at once, got {len(requests)}")
         for request in requests:
             if not isinstance(request, Request):
                 raise TypeError(f"Engine: expected requests, got {request!r}")
@@ -202,7 +200,11 @@ class Engine:
         return sequences
 
     def check_room(self, count: int) -> None:
-        """Raises FullError or ClosedError if `submit` of so many requests would do so now."""
+        """Raises what `submit` of so many requests would raise now: FullError, ClosedError, or
+        ValueError if so many can never run and wait.
+        """
+        if count > (most := self.limits.rows + self.limits.waiting):
+            raise ValueError(f"expected at most {most} sequences at once, got {count}")
         with self._lock:
             if self._draining:
                 raise ClosedError("the server is shutting down")

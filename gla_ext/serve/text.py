@@ -42,8 +42,8 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     of its own.
 
     Raises:
-        ValueError: if there is none and the model's vocabulary is not the 256 bytes; if it cannot
-            be read, or has more tokens than the model.
+        ValueError: if there is none and the model's vocabulary is not the 256 bytes, or if it
+            cannot be read.
     """
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.exists() else {"gla_ext_bytes": True}
@@ -60,16 +60,10 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     import gla_ext.hf  # noqa: F401  registers the model type 'gla'
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         said = " ".join(str(error).split())
         raise ValueError(f"expected {folder} to hold a tokenizer, got {said}") from error
-    if len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"expected the tokenizer in {folder} to have at most the model's {vocab_size} tokens, "
-            f"got {len(tokenizer)}"
-        )
-    return tokenizer
 
 
 def chat_tokens(tokenizer: Tokenizer | None, messages: list[dict[str, str]]) -> list[int]:

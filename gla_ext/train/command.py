@@ -111,7 +111,9 @@ def _command_to_go_on(
         if isinstance(value, bool):
             command.append(flag if value else flag.replace("--", "--no-", 1))
         else:
-            command += [flag, *map(str, value if isinstance(value, list) else [value])]
+            values = [str(x) for x in (value if isinstance(value, list) else [value])]
+            dashes = values[0].startswith("-")
+            command += [f"{flag}={values[0]}"] if dashes else [flag, *values]
     return command
 
 

@@ -54,7 +54,7 @@ FILES = {
 def read(source, delimiter="<D>"):
     """All pieces of a source."""
     _, count, _ = measure([str(source)])
-    reader = Reader([str(source)], Place(), "text", delimiter, False, 0.1, count, lambda _: None)
+    reader = Reader([str(source)], Place(), "text", delimiter, False, 0.1, lambda _: None)
     for piece in reader:
         assert piece.text.encode() and piece.part in ("train", "held_out")
 

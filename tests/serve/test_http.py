@@ -190,9 +190,9 @@ def test_requests_that_do_not_fit(served):
     assert post(served, b"", "/v1/completions", "GET")[0] == 405
     status, _, reply = post(served, b"a" * (9 << 20))
     assert (status, "at most 8388608 bytes" in reply["error"]["message"]) == (413, True)
-    status, headers, reply = post(served, {"prompt": ["a"] * 13})
-    assert (status, headers["Retry-After"]) == (429, "1")
-    assert "at most 12 more sequences" in reply["error"]["message"]
+    status, headers, reply = post(served, {"prompt": ["a"] * 13})  # never: no client is to retry
+    assert (status, "Retry-After" in headers) == (400, False)
+    assert "at most 12 sequences at once, got 13" in reply["error"]["message"]
 
 
 def stream_from(port, body) -> socket.socket:

@@ -147,3 +147,19 @@ def test_what_outlives_the_shutdown_ends(tmp_path):
         last = received.rpartition(b"data: ")[2].decode()
         assert json.loads(last)["error"]["message"].startswith("the server shut down before")
     assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+def test_a_client_that_reads_nothing_does_not_delay_the_shutdown(tmp_path):
+    with running(tmp_path) as (process, port):
+        client = connect(port)
+        body = b'{"prompt": "a", "max_tokens": 1000000, "stream": true, "logprobs": 20}'
+        client.sendall(
+            b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
+        time.sleep(8)  # until the socket's buffers are full
+        start = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert time.monotonic() - start < SHUTDOWN_SECONDS + 5
+    assert "Traceback" not in (tmp_path / "log").read_text()

@@ -192,8 +192,8 @@ def test_no_request_is_made_without_room(monkeypatch):
     monkeypatch.setattr(Bytes, "encode", pytest.fail)
     with client_of(engine) as client:
         refused = client.post("/v1/completions", json={"prompt": "a" * 1000, "n": 256})
-    assert refused.status_code == 429
-    assert "at most 2 more sequences" in refused.json()["error"]["message"]
+    assert refused.status_code == 400
+    assert "at most 2 sequences at once, got 256" in refused.json()["error"]["message"]
 
 
 def test_a_long_reply_is_made_in_blocks(monkeypatch):

@@ -140,10 +140,7 @@ def test_a_prompt_that_spells_out_a_special_token_has_its_offsets():
     assert choice["logprobs"]["text_offset"] == [0, 3]
 
 
-def test_what_no_tokenizer_can_be_read_from_is_said_in_a_line(folder, tmp_path):
-    size = len(load_tokenizer(folder, 300))
-    with pytest.raises(ValueError, match=f"to have at most the model's 260 tokens, got {size}"):
-        load_tokenizer(folder, 260)
+def test_what_no_tokenizer_can_be_read_from_is_said_in_a_line(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
     with pytest.raises(ValueError, match=f"expected {tmp_path} to hold a tokenizer, got .{{20}}"):
         load_tokenizer(tmp_path, 300)

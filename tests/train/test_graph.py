@@ -37,9 +37,9 @@ def test_going_on_keeps_the_flag(tmp_path):
     command = train._command_to_go_on(given, Options(out=tmp_path))
     assert command[-4:] == ["--device", "cuda", "--no-compile", "--cuda-graph"]
     assert "--no-cuda-graph" in train._command_to_go_on({"cuda_graph": False}, Options())
-    given = {"preset": "gla-tiny", "steps": 9, "keep": 3, "prompt": "a b", "log": ["wandb"]}
+    given = {"preset": "gla-tiny", "steps": 9, "keep": 3, "prompt": "-x", "log": ["wandb"]}
     command = train._command_to_go_on(given | {"overwrite": True}, Options(out=tmp_path))
-    kept = ["--prompt", "a b", "--save-every", "100", "--keep", "3", "--log", "wandb"]
+    kept = ["--prompt=-x", "--save-every", "100", "--keep", "3", "--log", "wandb"]
     assert command[command.index("--resume") + 1 :] == kept
 
 

@@ -107,7 +107,7 @@ def test_all_documents_are_there_in_order(source, tmp_path, small):
 
 def test_reading_goes_on_from_any_place(source, small):
     def read(place):
-        return list(Reader([str(source)], place, "text", "<D>", False, 0.1, 9, pytest.fail))
+        return list(Reader([str(source)], place, "text", "<D>", False, 0.1, pytest.fail))
 
     pieces = read(Place())
     assert "".join(piece.text for piece in pieces) == "".join(TEXTS)
@@ -254,7 +254,7 @@ def test_a_long_line_is_never_in_memory(tmp_path):
         opened.write(b"\n" + in_lines(["last"]))
     tracemalloc.start()
     try:
-        pieces = list(Reader([str(file)], Place(), "text", None, False, 0.0, 9, told.append))
+        pieces = list(Reader([str(file)], Place(), "text", None, False, 0.0, told.append))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

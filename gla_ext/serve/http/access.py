@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hmac
 import logging
@@ -16,6 +17,7 @@ from gla_ext.serve.http.fields import RefusedError
 logger = logging.getLogger("gla_ext.serve")
 
 LEFT = 499  # nginx's status of a request whose client left before the reply
+ENDED = "the server shut down before the reply was whole"
 
 
 @dataclasses.dataclass
@@ -52,6 +54,10 @@ class Log:
 
         try:
             await self._app(scope, receive, noting)
+        except asyncio.CancelledError:  # by uvicorn, once it has waited for shutdown_seconds
+            entry.note = ENDED
+            if status == LEFT:
+                await RefusedError(503, ENDED).response()(scope, receive, noting)
         except Exception:
             status = 500
             raise

@@ -7,6 +7,7 @@ and stops no other reply.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gla_ext.serve.http.access import Entry
+from gla_ext.serve.http.access import ENDED, Entry
 from gla_ext.serve.http.choices import Choice, dumps, head, usage_of
 from gla_ext.serve.http.fields import RefusedError
 from gla_ext.serve.http.protocol import Completion
 from gla_ext.serve.sequence import Sequence
 
 BLOCK = 1 << 16  # characters of a reply that are made and sent at a time
+_LAST_SECONDS = 1.0  # for a stream's last event when the server shuts down
 
 
 class Reply(Response):
@@ -52,7 +54,7 @@ class Reply(Response):
         self._head, self._asked, self._began = head(ident, model), asked, began
         self._choices, self._inbox, self._ended = choices, inbox, ended
         self._write_seconds, self._leave = write_seconds, leave
-        self._started = False  # whether the reply has begun
+        self._sending = False  # whether the client has a part of what it is to get at once
         self._form = type(next(iter(choices.values())))
         self._going = set(choices)
 
@@ -69,24 +71,31 @@ class Reply(Response):
         except TimeoutError:
             entry.note = f"the client took nothing for {self._write_seconds:g} s"
         except asyncio.CancelledError:  # by uvicorn, once it has waited for shutdown_seconds
-            tasks[0].cancel()
-            await asyncio.wait(tasks[:1])
-            error = RefusedError(503, "the server shut down before the reply was whole")
-            entry.note = str(error)
-            if not self._started:
-                raise error from None
-            if self._asked.stream:
-                await self._send(send, iter([f"data: {error.body()}\n\n".encode()]))
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            self._leave_all()
+            if self._asked.stream and not self._sending and not tasks[0].done():
+                tasks[0].cancel()
+                await asyncio.wait(tasks[:1])
+                with contextlib.suppress(TimeoutError):
+                    await self._end_with(RefusedError(503, ENDED), send)
+            raise
         finally:
             usage = self._usage()
             entry.ident = self._head["id"]
             entry.tokens_in, entry.tokens_out = usage["prompt_tokens"], usage["completion_tokens"]
             for task in tasks:
                 task.cancel()
-            for sequence in self._going:
-                self._leave(sequence)
+            self._leave_all()
             self._ended()
+
+    def _leave_all(self) -> None:
+        while self._going:
+            self._leave(self._going.pop())
+
+    async def _end_with(self, error: RefusedError, send: Send) -> None:
+        """Ends a stream with an error, or raises TimeoutError if the client does not take it."""
+        async with asyncio.timeout(_LAST_SECONDS):
+            event = f"data: {error.body()}\n\n".encode()
+            await send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function, in a thread if it may take long: prompts that are echoed are decoded
@@ -127,7 +136,6 @@ class Reply(Response):
         if not ready[1]:
             headers.append((b"content-length", b"%d" % len(ready[0])))
         self._began(200)
-        self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send(send, itertools.chain(ready, blocks))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -135,7 +143,6 @@ class Reply(Response):
     async def _stream(self, send: Send, entry: Entry) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         self._began(200)
-        self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         counts = self._asked.include_usage
         kind = self._form.piece
@@ -161,9 +168,11 @@ class Reply(Response):
 
     async def _send(self, send: Send, blocks: Iterator[bytes]) -> None:
         """Makes and sends blocks; raises TimeoutError if the client does not take one in time."""
+        self._sending = True
         while block := await self._call(next, blocks, b""):
             async with asyncio.timeout(self._write_seconds):
                 await send({"type": "http.response.body", "body": block, "more_body": True})
+        self._sending = False
 
     def _usage(self) -> dict[str, Any]:
         # A prompt counts once, however many choices it has.

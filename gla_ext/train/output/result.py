@@ -86,7 +86,8 @@ def write_result(
         "text": corpus.name,
         "settings": asdict(trainer.settings),
     }
-    write_text(out / METRICS, json.dumps(metrics, indent=2) + "\n")
+    plain = json.loads(json.dumps(metrics), parse_constant=str)  # JSON has no NaN
+    write_text(out / METRICS, json.dumps(plain, indent=2) + "\n")
     write_text(out / CARD, _card(trainer, out, metrics))
     print(f"\nA continuation of {options.prompt!r}:\n\n{sample}\n")
     print(f"Held-out text, perplexity a token: {metrics['held_out_perplexity']:.2f}")

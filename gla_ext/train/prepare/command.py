@@ -104,6 +104,8 @@ def prepare(options: argparse.Namespace, signals: StopSignals, lock: TextIO) -> 
     held_out = [os.path.realpath(path) for path in options.held_out_files]
     digest, count, size = measure(paths, but=held_out)
     held_out_digest, _, held_out_size = measure(held_out)
+    if held_out and not count:
+        raise ValueError("expected sources beside --held-out-files, got none")
     total = size + held_out_size
     fraction = 0.0 if held_out else options.held_out
     settings = {
@@ -123,7 +125,7 @@ def prepare(options: argparse.Namespace, signals: StopSignals, lock: TextIO) -> 
         return
 
     def reader(place: Place, tell: Callable[[str], None]) -> Reader:
-        given = (options.column, options.delimiter, options.skip_not_utf8, fraction, count)
+        given = (options.column, options.delimiter, options.skip_not_utf8, fraction)
         return Reader(paths, place, *given, tell, held_out)
 
     folder = options.out / TOKENIZER

@@ -13,7 +13,7 @@ import mmap
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, BinaryIO
 
@@ -69,7 +69,6 @@ class Reader:
     skip_not_utf8: leave out text files that are not UTF-8.
     held_out: the share of documents that are held out, by a hash of their text (of the first piece
         of a long one).
-    first_held_out: number of the first source that is held out as a whole.
     tell: takes a sentence about what is left out.
     held_out_paths: further sources, held out as a whole, also where they lie in the others.
     """
@@ -80,9 +79,9 @@ class Reader:
     delimiter: str | None
     skip_not_utf8: bool
     held_out: float
-    first_held_out: int
     tell: Callable[[str], None]
     held_out_paths: Sequence[str] = ()
+    _is_apart: bool = field(default=False, init=False)  # whether the source is one of those
 
     def __iter__(self) -> Iterator[Piece]:
         """The pieces of all documents from the place on.
@@ -94,8 +93,11 @@ class Reader:
         """
         kinds = {JSON_LINES: self._lines, PARQUET: self._parquet, DATASET: self._dataset}
         apart = self.held_out_paths
-        every = itertools.chain(sources(self.paths, but=apart), sources(apart))
-        for source in itertools.islice(every, self.place.source, None):
+        every = itertools.chain(
+            ((source, False) for source in sources(self.paths, but=apart)),
+            ((source, True) for source in sources(apart)),
+        )
+        for source, self._is_apart in itertools.islice(every, self.place.source, None):
             try:
                 yield from kinds.get(source.kind, self._text)(source)
             except (EOFError, NotImplementedError, OSError, ValueError, zlib.error) as error:
@@ -256,8 +258,7 @@ class Reader:
     def _part_of(self, text: str) -> str:
         """The part of a document that begins with a text."""
         place = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-        is_held_out = place < self.held_out * 2**64 or self.place.source >= self.first_held_out
-        return PARTS[is_held_out]
+        return PARTS[self._is_apart or place < self.held_out * 2**64]
 
     def _move(self, at: int, line: int = 0, inside: str | None = None) -> None:
         self.place = replace(self.place, at=at, line=line, inside=inside)

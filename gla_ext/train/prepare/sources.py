@@ -72,8 +72,9 @@ def sources(paths: list[str], but: Collection[str] = ()) -> Iterator[Source]:
         OSError: if a path is not there, or a folder cannot be read.
         ValueError: for a pipe or a device.
     """
+    but = frozenset(but)
     for source in _at(paths):
-        if not any(Path(source.path).is_relative_to(path) for path in but):
+        if not but or but.isdisjoint([source.path, *map(str, Path(source.path).parents)]):
             yield source
 
 

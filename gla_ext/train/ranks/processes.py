@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from gla_ext.devices import check_device
 from gla_ext.distributed.context import build_cp_context
 from gla_ext.distributed.tensor_parallel import tensor_parallel_plan
 from gla_ext.model.checkpoint import read_metadata
@@ -44,7 +43,11 @@ class Processes(Parallel):
         self.device = torch.device(device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            check_device(str(self.device))
+            if self.device.index >= (count := torch.cuda.device_count()):
+                raise ValueError(
+                    f"expected a GPU for each process of a machine, got {count} GPUs and process "
+                    f"{self.device.index}, counted from 0"
+                )
             torch.cuda.set_device(self.device)
 
     def __str__(self) -> str:

@@ -157,7 +157,9 @@ def absolute(data: list[str]) -> list[str]:
 def check_outside(out: Path, data: list[str]) -> None:
     """Raises ValueError if a run would write to a folder of text that it reads."""
     for path, _ in map(_weighted, data):
-        if out.resolve().is_relative_to(path) and not is_prepared(path):
+        inside = out.resolve().is_relative_to(path) and not is_prepared(path)
+        # Hidden folders are not read.
+        if inside and not any(x.startswith(".") for x in out.resolve().relative_to(path).parts):
             raise ValueError(f"expected --out to be outside of --data, got {out} in {path}")
 
 
