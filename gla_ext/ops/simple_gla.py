@@ -229,8 +229,8 @@ def lightning_decay(H: int, layer_idx: int, num_layers: int, like: Tensor) -> Te
     """
     if not 0 <= layer_idx < num_layers:
         raise ValueError(
-            f"lightning_decay: expected layer_idx to be from 0 to {num_layers - 1}, of {num_layers} layers, got "
-            f"{layer_idx}"
+            f"lightning_decay: expected layer_idx to be from 0 to {num_layers - 1}, of "
+            f"{num_layers} layers, got {layer_idx}"
         )
     return -(8 / max(H, 1) * (1 - layer_idx / num_layers)) * _numbers_of_heads(H, like)
 

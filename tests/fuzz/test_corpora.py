@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from gla_ext.train.prepare.readers import Reader
-from gla_ext.train.prepare.sources import Place, measure
+from gla_ext.train.prepare.sources import Place
 from gla_ext.train.prepare.writer import Writer
 from gla_ext.train.tokens.corpus import open_corpus
 from gla_ext.train.tokens.tokenizer import read_tokenizer
@@ -53,7 +53,6 @@ FILES = {
 
 def read(source, delimiter="<D>"):
     """All pieces of a source."""
-    _, count, _ = measure([str(source)])
     reader = Reader([str(source)], Place(), "text", delimiter, False, 0.1, lambda _: None)
     for piece in reader:
         assert piece.text.encode() and piece.part in ("train", "held_out")

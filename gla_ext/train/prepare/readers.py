@@ -97,7 +97,8 @@ class Reader:
             ((source, False) for source in sources(self.paths, but=apart)),
             ((source, True) for source in sources(apart)),
         )
-        for source, self._is_apart in itertools.islice(every, self.place.source, None):
+        for source, is_apart in itertools.islice(every, self.place.source, None):
+            self._is_apart = is_apart
             try:
                 yield from kinds.get(source.kind, self._text)(source)
             except (EOFError, NotImplementedError, OSError, ValueError, zlib.error) as error:
