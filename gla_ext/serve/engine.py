@@ -108,9 +108,8 @@ class Engine:
             raise TypeError(f"Engine: expected a tokenizer, got {tokenizer!r}")
         if hasattr(model, "prepare_inputs_for_generation"):
             raise TypeError(
-                f"Engine: expected a gla_ext.model.GLAForCausalLM, got {type(model).__module__}."
-                f"{type(model).__name__}; gla_ext.model.GLAForCausalLM.from_pretrained reads what "
-                "it saves"
+                "Engine: expected a gla_ext.model.GLAForCausalLM, whose from_pretrained reads what "
+                f"that of transformers saves, got {type(model).__module__}.{type(model).__name__}"
             )
         if any(isinstance(module, Attention) for module in model.modules()):
             raise NotImplementedError(

@@ -271,7 +271,9 @@ def test_a_model_of_transformers_is_refused_by_name():
     from gla_ext import hf
 
     config = {"hidden_size": 16, "num_heads": 2, "num_hidden_layers": 1, "vocab_size": 31}
-    with pytest.raises(TypeError, match=r"got gla_ext.hf.modeling.GLAForCausalLM; .*from_pretrai"):
+    with pytest.raises(
+        TypeError, match=r"from_pretrained .*, got gla_ext.hf.modeling.GLAForCausalLM"
+    ):
         Engine(hf.GLAForCausalLM(hf.GLAConfig(**config)).eval())
 
 

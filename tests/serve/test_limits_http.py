@@ -62,6 +62,16 @@ def connect(port) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout=30)
 
 
+def streaming(port, **options) -> socket.socket:
+    """A connection on which a stream without an end comes."""
+    body = json.dumps({"prompt": "a", "max_tokens": 1_000_000, "stream": True} | options).encode()
+    client = connect(port)
+    client.sendall(
+        b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    )
+    return client
+
+
 def health(port) -> int:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     with contextlib.closing(connection):
@@ -129,11 +139,7 @@ def test_a_whole_reply_that_outlives_the_shutdown_is_an_error(tmp_path):
 
 def test_what_outlives_the_shutdown_ends(tmp_path):
     with running(tmp_path) as (process, port):
-        client = connect(port)
-        body = b'{"prompt": "a", "max_tokens": 1000000, "stream": true}'
-        client.sendall(
-            b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-        )
+        client = streaming(port)
         assert client.recv(10)
         start = time.monotonic()
         process.send_signal(signal.SIGTERM)
@@ -151,12 +157,7 @@ def test_what_outlives_the_shutdown_ends(tmp_path):
 
 @pytest.mark.slow
 def test_a_client_that_reads_nothing_does_not_delay_the_shutdown(tmp_path):
-    with running(tmp_path) as (process, port):
-        client = connect(port)
-        body = b'{"prompt": "a", "max_tokens": 1000000, "stream": true, "logprobs": 20}'
-        client.sendall(
-            b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-        )
+    with running(tmp_path) as (process, port), streaming(port, logprobs=20):
         time.sleep(8)  # until the socket's buffers are full
         start = time.monotonic()
         process.send_signal(signal.SIGTERM)

@@ -27,6 +27,11 @@ _PICTURE_SECONDS = 60  # between two pictures
 Watcher = Callable[[int, dict[str, float]], None]  # takes the step and what is logged of it
 
 
+def without_nan(value: Any) -> Any:
+    """A value that JSON can hold: its numbers that are not finite as text, 'nan' and 'inf'."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: str(float(name)))
+
+
 class Log:
     """Times updates and tells of them; a context, which closes what it opened.
 
@@ -121,8 +126,7 @@ class Log:
 
     def _write(self, entry: dict[str, Any], step: int | None = None) -> None:
         step = self.trainer.step if step is None else step
-        # JSON has no NaN.
-        entry = {k: x if x is None or math.isfinite(x) else str(x) for k, x in entry.items()}
+        entry = without_nan(entry)
         with (self.options.out / LOG).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"update": step} | entry) + "\n")
         for watch in self._watchers:

@@ -17,6 +17,7 @@ from gla_ext.model.checkpoint import CONFIG_FILE
 from gla_ext.model.custom_code import AUTO_MAP, write_custom_code
 from gla_ext.model.files import write_text
 from gla_ext.train.data import Corpus
+from gla_ext.train.output.log import without_nan
 from gla_ext.train.output.plot import plot_losses
 from gla_ext.train.presets import Options
 from gla_ext.train.run_folder import CARD, CHECKPOINT, CURVE, METRICS, RESULTS, SAMPLE
@@ -86,8 +87,7 @@ def write_result(
         "text": corpus.name,
         "settings": asdict(trainer.settings),
     }
-    plain = json.loads(json.dumps(metrics), parse_constant=str)  # JSON has no NaN
-    write_text(out / METRICS, json.dumps(plain, indent=2) + "\n")
+    write_text(out / METRICS, json.dumps(without_nan(metrics), indent=2) + "\n")
     write_text(out / CARD, _card(trainer, out, metrics))
     print(f"\nA continuation of {options.prompt!r}:\n\n{sample}\n")
     print(f"Held-out text, perplexity a token: {metrics['held_out_perplexity']:.2f}")
