@@ -142,28 +142,43 @@ class Graph:
         _streams[self._owned[0]] = torch.cuda.current_stream().cuda_stream
 
 
-# The streams on which graphs were recorded, until these are destroyed.
-_streams: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = weakref.WeakKeyDictionary()
+# The streams on which graphs were or will be recorded, by a graph or what keeps the stream for one,
+# until that is freed.
+_streams: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
 def _own_streams(device: int) -> tuple[torch.cuda.Stream, ...]:
-    """All of torch's high-priority streams, which torch creates whether they are used or not."""
-    return tuple(torch.cuda.Stream(device, priority=-1) for _ in range(STREAMS))
+    """All of torch's streams of high priority, the least high ones first: 96 on Hopper."""
+    _, highest = torch.cuda.Stream.priority_range()
+    return tuple(
+        torch.cuda.Stream(device, priority=priority)
+        for priority in range(-1, highest - 1, -1)
+        for _ in range(STREAMS)
+    )
 
 
 def own_stream() -> torch.cuda.Stream:
     """A stream of the current device to warm up and capture on: the first stream on which none of
-    the existing graphs was recorded.
+    the existing graphs was recorded, and that `keep_stream` keeps for none.
 
     Other threads must not work on it, as their work would be captured. Streams of default priority
     are shared in torch, so these have high priority. cuBLAS has a workspace for each thread and
-    stream, 32 MiB on Hopper. A graph uses this workspace wherever it is replayed, and it remains
-    when the graph is destroyed. Always taking the first free stream avoids that 32 calls which each
-    capture a graph leave 1 GiB.
+    stream, 32 MiB on Hopper; backward of all threads runs in one, autograd's. A graph uses this
+    workspace wherever it is replayed, so two graphs of one stream may not run at the same time:
+    products that are added up there would mix, or wait for each other for ever. The workspace
+    remains when the graph is destroyed. Always taking the first free stream avoids that 32 calls
+    which each capture a graph leave 1 GiB.
     """
     streams, taken = _own_streams(torch.cuda.current_device()), set(_streams.values())
     return next((s for s in streams if s.cuda_stream not in taken), streams[0])
+
+
+def keep_stream(owner: object, stream: torch.cuda.Stream) -> None:
+    """Until its owner is freed, no other capture takes a stream, on which the owner warms up in one
+    call of `apart` and records in a later one.
+    """
+    _streams[owner] = stream.cuda_stream
 
 
 def wait_for_replays(device: torch.device) -> None:

@@ -94,6 +94,7 @@ class GraphedUpdate:
             self._result = self._update(*self._batch)
 
         with _capture.apart(self._device, self._stream) as self._stream:
+            _capture.keep_stream(self, self._stream)
             if self._warmups > 0:
                 self._warmups -= 1
                 update()

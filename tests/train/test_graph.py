@@ -1,12 +1,18 @@
 """Training steps as CUDA graphs: `train.graph` and the trainer over it."""
 
+import contextlib
 import functools
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import trainers
+from capturing import Device
 from cuda_tools import waits_for_nothing
 
+from gla_ext.decode import _capture
+from gla_ext.devices import in_fixed_order
 from gla_ext.train import command as train
 from gla_ext.train import trainer
 from gla_ext.train.graph import GraphedUpdate, check_graph
@@ -69,6 +75,80 @@ def test_a_step_on_tensors_that_stay_is_the_same(monkeypatch, options):
     assert rates[0].item() == pytest.approx(plain.optimizer.param_groups[0]["lr"])
     torch.testing.assert_close(graphed.losses, plain.losses, rtol=1e-4, atol=1e-5)
     assert plain.losses[-1] < plain.losses[0]
+
+
+class Stream(types.SimpleNamespace):
+    """A stream as the CPU can have one."""
+
+    def wait_stream(self, other):
+        pass
+
+
+def test_streams_stay_apart_from_warm_up_to_recording(monkeypatch):
+    """Graphs of one stream would share cuBLAS's workspace, also where threads replay them."""
+    gpu, current = Device(), [Stream(cuda_stream=7)]
+    streams = tuple(Stream(cuda_stream=8 + n) for n in range(4))
+
+    @contextlib.contextmanager
+    def on(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    gpu.graph_class.replay = lambda self: None
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", gpu.graph_class)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(_capture, "_own_streams", lambda device: streams)
+    monkeypatch.setattr(_capture, "_begin", lambda graph, pool: graph.capture_begin(pool))
+    where = {}
+
+    def update(name, x):
+        where.setdefault(name, set()).add(current[-1].cuda_stream)
+        return x
+
+    device, x = torch.device("cuda"), torch.ones(1)
+    steps = [GraphedUpdate(functools.partial(update, name), device) for name in "ab"]
+    for _ in range(_capture.WARMUPS + 1):
+        for step in steps:
+            step(x)
+    assert all(step.recorded for step in steps)
+    assert where == {"a": {8}, "b": {9}}
+    steps[0].reset()
+    assert _capture.own_stream() is streams[2]
+    del step, steps
+    assert _capture.own_stream() is streams[0]
+
+
+@pytest.mark.cuda
+def test_runs_in_threads_equal_runs_alone():
+    """They warm up in turn and replay at the same time products whose sums are in a workspace."""
+    sizes = {"batch_size": 32, "seq_len": 512, "hidden_size": 256, "dtype": "float32", "steps": 60}
+
+    def make(seed):
+        return make_trainer(device="cuda", cuda_graph=True, seed=seed, **sizes)
+
+    def train_on(run):
+        with torch.cuda.stream(streams[run.settings.seed]):
+            while run.step < run.settings.steps:
+                run.update()
+            return run.losses.tolist()
+
+    with in_fixed_order(torch.device("cuda")):
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        torch.cuda.synchronize()
+        alone = [train_on(make(seed)) for seed in range(3)]
+        runs = [make(seed) for seed in range(3)]
+        torch.cuda.synchronize()
+        for _ in range(_capture.WARMUPS + 1):
+            for run in runs:
+                with torch.cuda.stream(streams[run.settings.seed]):
+                    run.update()
+        assert len({run.graphs[0]._stream.cuda_stream for run in runs}) == len(runs)
+        with ThreadPoolExecutor(len(runs)) as pool:
+            assert list(pool.map(train_on, runs)) == alone
 
 
 @pytest.mark.cuda
