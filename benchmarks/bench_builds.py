@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 
 from pages.tables import table
+from shared.machine import require_gpu
 
 Times = dict[str, tuple[float, float]]  # ms by shape, forward and both ways
 
@@ -121,6 +122,7 @@ def main():
     names = [build.name for build in arguments.builds]
     if not names or len(set(names)) < len(names):
         parser.error("expected builds of different names")
+    require_gpu()
     rounds: dict[str, list[Times]] = {name: [] for name in names}
     for _ in range(arguments.rounds):
         for build in arguments.builds:

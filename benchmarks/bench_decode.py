@@ -25,6 +25,7 @@ from unittest import mock
 import torch
 from parts import bench_buffered, bench_generate
 from parts.bench_generate import Sizes, emptied
+from shared.machine import require_gpu
 from shared.models import Ours
 from shared.timing import copy_bytes_per_s
 
@@ -134,8 +135,7 @@ def main() -> None:
     parser.add_argument("--no-launches", action="store_true", help="tokens/s alone")
     parser.add_argument("--buffers", action="store_true", help="a step with buffers, nothing else")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench_decode.py: expected a CUDA GPU, found none")
+    require_gpu()
     if args.buffers:
         return bench_buffered.main()
     sizes = Sizes(prompt=64, batches=tuple(args.batches))

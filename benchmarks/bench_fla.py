@@ -20,6 +20,7 @@ import torch
 from shared import operator as bench
 from shared.bench_cases import OTHERS, Case
 from shared.inputs import layer_class
+from shared.machine import require_gpu
 
 HIDDEN, HEADS = 1024, 4
 LAYERS = ((32, 2048), (8, 2048), (4, 8192))  # B, T
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", type=parse_case, metavar="BxTxHxKxV|NAME")
     parser.add_argument("--layer", action="store_true", help="the layer, in this process")
     arguments = parser.parse_args()
+    require_gpu()
     if arguments.layer:
         tune_layer()
     for case in arguments.cases:

@@ -19,6 +19,7 @@ from parts.naive import naive_chunk_gla
 from shared import operator as bench
 from shared.gate import require
 from shared.inputs import exact_by_chunks
+from shared.machine import require_gpu
 
 from gla_ext import chunk_gla, selftest
 
@@ -112,6 +113,7 @@ def main() -> None:
         lines = [json.loads(line) for line in arguments.report.read_text().splitlines()]
         print(*tables(lines), sep="\n")
         return
+    require_gpu()
     for shape in arguments.shapes:
         results = measure(shape)
         if arguments.out:

@@ -31,6 +31,7 @@ from parts import one_alone
 from parts.check_across_ranks import check
 from parts.ranks_on_paper import fold_call, gather_time, latency_and_bandwidth
 from parts.training_rows import SIZES
+from shared.machine import require_gpu
 from shared.timing import capture
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -311,6 +312,10 @@ def main() -> int:
     if options.figure is not None:
         draw(options.figure.read_text(encoding="utf-8"), options.draw)
         return 0
+    if not dist.is_torchelastic_launched():
+        parser.error("expected torch.distributed.run to start it, see the top of this file")
+    if not options.small:
+        require_gpu()
     bench = Bench(options)
     wrong = check(bench.device)
     if wrong == 0:

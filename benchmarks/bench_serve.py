@@ -25,6 +25,7 @@ from collections.abc import Iterator
 import torch
 from shared import models
 from shared.gate import WrongResults
+from shared.machine import require_gpu
 
 from gla_ext.decode import Decoder
 from gla_ext.model import GLAForCausalLM, fuse_projections
@@ -243,6 +244,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try this program")
     args = parser.parse_args(arguments)
+    if args.device.startswith("cuda"):
+        require_gpu()
     sizes = TINY if args.tiny else SIZES
     model = build(sizes, args.device)
     name = torch.cuda.get_device_name() if args.device == "cuda" else args.device

@@ -28,6 +28,7 @@ from bench_builds import Build, parse_build, use
 from pages import training_page
 from parts.training_rows import DEFAULT_ROWS, ROWS, SIZES
 from shared import utilisation
+from shared.machine import require_gpu
 
 FAILED = 3  # exit code of a process after a row that failed and that it has reported
 
@@ -97,6 +98,7 @@ def main() -> None:
         return training_page.draw(
             [json.loads(line) for line in lines], arguments.draw, arguments.size
         )
+    require_gpu()
     builds = arguments.builds or [Build("gla_ext", Path(__file__).resolve().parents[1], {})]
     results = []
     for build in builds:

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from shared.gate import WrongResults
+from shared.machine import require_gpu
 from shared.timing import slope_us
 
 from gla_ext.ops import chunk_gla_, recurrent_gla_step_
@@ -72,6 +73,7 @@ class Calls:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    require_gpu()
     print(f"{torch.cuda.get_device_name()}, us: on blocks / states alone / recurrent_gla_step_")
     for name, lengths in BATCHES.items():
         calls, row = Calls(lengths), [f"{name:28}"]

@@ -25,7 +25,7 @@ from parts.training_rows import ROWS
 from shared import gate
 from shared import operator as bench
 from shared.bench_cases import OTHERS, Case
-from shared.machine import ROOT, commit
+from shared.machine import ROOT, commit, require_gpu
 from shared.models import Ours
 from shared.timing import Timing, interleave
 
@@ -176,8 +176,7 @@ def main() -> int:
     parser.add_argument("--add", action="store_true", help="write the numbers into the history")
     parser.add_argument("--history", type=Path, default=HISTORY, metavar="FILE")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("speed_history.py: expected a CUDA GPU, found none")
+    require_gpu()
     try:
         calls = operator_calls() | model_calls()
     except gate.WrongResults as error:

@@ -1,7 +1,10 @@
 """What the numbers of a page depend on."""
 
 import subprocess
+import sys
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -11,6 +14,12 @@ def cpu_name() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return "unknown"
+
+
+def require_gpu() -> None:
+    """Ends the program, with a message, where torch finds no GPU."""
+    if not torch.cuda.is_available():
+        sys.exit(f"{Path(sys.argv[0]).name}: expected a CUDA GPU, found none")
 
 
 def commit() -> str:

@@ -27,6 +27,29 @@ def test_a_program_starts(name, monkeypatch, capsys):
         assert all(part in shown for part in check_gpu.PARTS)
 
 
+NEED_A_GPU = ["bench_fla", "bench_training", "bench_decode", "bench_serve", "bench_naive"]
+NEED_A_GPU += ["bench_vllm", "bench_builds", "bench_scale", "speed_history"]
+
+
+@pytest.mark.parametrize("name", NEED_A_GPU)
+def test_without_a_gpu_it_says_so(name, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
+    builds = [f"new={tmp_path}"] if name == "bench_builds" else []
+    (tmp_path / "gla_ext").mkdir()
+    (tmp_path / "gla_ext" / "_C.cpython-312-x86_64-linux-gnu.so").touch()
+    monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", *builds])
+    with pytest.raises(SystemExit, match=f"{name}.py: expected a CUDA GPU, found none"):
+        importlib.import_module(name).main()
+
+
+def test_a_benchmark_of_many_ranks_wants_its_launcher(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_scale.py"])
+    with pytest.raises(SystemExit):
+        importlib.import_module("bench_scale").main()
+    assert "expected torch.distributed.run to start it" in capsys.readouterr().err
+
+
 def test_builds(tmp_path):
     (tmp_path / "gla_ext").mkdir()
     (tmp_path / "gla_ext" / "_C.cpython-312-x86_64-linux-gnu.so").touch()
