@@ -52,7 +52,8 @@ SANITIZE = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g1"] * 
 LINK_FLAGS = ["-fopenmp", *SANITIZE]
 if platform.machine() == "x86_64" and platform.libc_ver()[0] == "glibc":
     # See csrc/common/glibc.cpp.
-    LINK_FLAGS.append("-Wl,--wrap=exp,--wrap=exp2,--wrap=log,--wrap=log2,--wrap=pow")
+    LINK_FLAGS += ["-Wl,--wrap=exp,--wrap=exp2,--wrap=log,--wrap=log2,--wrap=pow"]
+    LINK_FLAGS += ["-Wl,--wrap=pthread_rwlock_wrlock,--wrap=pthread_rwlock_unlock"]
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall", *SANITIZE]
 NVCC_FLAGS = ["-O3", "-std=c++17"]  # the same for every torch, so that wheels share objects
 COMPRESS = "--compress-mode=size"  # nvcc knows it from 12.8 on
@@ -69,6 +70,7 @@ NAMED_ARCHS = {
     "Hopper": "9.0+PTX",
     "Blackwell+Tegra": "11.0",
     "Blackwell": "10.0;10.3;12.0;12.1+PTX",
+    "Rubin": "10.7+PTX",
 }
 
 

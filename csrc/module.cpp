@@ -9,6 +9,9 @@
 #include "cpu/host/plan.h"
 #include "cpu/kernel_tables.h"
 #include "cuda/plan/plan.h"
+#if defined(GLA_EXT_CUDA)
+#include "cuda/host/workspaces.h"
+#endif
 
 namespace py = pybind11;
 
@@ -155,6 +158,12 @@ py::dict plan(int64_t B, int64_t T, int64_t H, int64_t K, int64_t V, std::option
                          : cuda_plan(std::move(r), gate_dtype.value_or(dtype));
 }
 
+void drop_workspaces([[maybe_unused]] uintptr_t stream) {
+#if defined(GLA_EXT_CUDA)
+  gla_ext::cuda::drop_workspaces(reinterpret_cast<void*>(stream));
+#endif
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -172,4 +181,6 @@ PYBIND11_MODULE(_C, m) {
         py::arg("threads") = py::none(),
         "The plan of both passes for a shape, on any build: the kernels that each launches, its "
         "segments and its memory.");
+  m.def("drop_workspaces", &drop_workspaces, py::arg("stream"),
+        "Drops torch's workspaces of cuBLAS on a stream.");
 }

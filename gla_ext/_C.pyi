@@ -16,6 +16,11 @@ def build_info() -> BuildInfo:
 def cpu_capability() -> str:
     """The CPU capability in use: "DEFAULT", "AVX2" or "AVX512"; follows ATEN_CPU_CAPABILITY."""
 
+def drop_workspaces(stream: int) -> None:
+    """Drops torch's workspaces of cuBLAS on a stream (a cudaStream_t), on which nobody else works.
+    The next product there gets another one. Does nothing in a build without CUDA.
+    """
+
 def plan(
     B: int,
     T: int,

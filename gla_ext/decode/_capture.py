@@ -1,22 +1,22 @@
 """Capture of CUDA graphs while other threads go on working.
 
 torch.cuda.graph first waits for the whole device, which CUDA forbids while another thread captures.
-It also puts the device's default generator into every capture (torch 2.11). Until the capture ends,
-no other thread may then draw from that generator, or replay a graph that uses it. Neither is
+Up to 2.13 torch also puts the device's default generator into every capture. Until the capture
+ends, no other thread may then draw from that generator, or replay a graph that uses it. Neither is
 necessary: the captures here give the default generator another state for the moment in which it is
 registered.
 
 From the first capture here on, `know_captures` patches `torch.cuda.CUDAGraph`'s `capture_begin` and
-`capture_end`, for two reasons (torch 2.11):
+`capture_end`, for two reasons:
 - A graph that is freed during a capture, by any thread, breaks the capture, and Python's garbage
   collector may free one at any time. CUDA can tell whether a given stream is captured, but not
   whether any is, and torch has no list of captures. Only a method that every capture calls can tell
   when a dropped graph may be freed; never freeing them would leak their memory. A capture is not
   noticed if it began before the patch or does not use this class.
-- `capture_begin` releases the GIL between registering the default generator and marking it. If
-  another thread begins a capture there, that graph gets the state of ours: it could not be replayed
-  before our capture ends, and would free the memory of our seed. Therefore captures in the whole
-  process begin one at a time, under a lock that only a patched method can take for others.
+- Up to 2.13, `capture_begin` releases the GIL between registering the default generator and marking
+  it. If another thread begins a capture there, that graph gets the state of ours: it could not be
+  replayed before our capture ends, and would free the memory of our seed. Therefore captures in the
+  whole process begin one at a time, under a lock that only a patched method can take for others.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gla_ext import _C
+
 # Held during a capture and its warm-up: the autotuning of a compiled step waits for the device too.
 one_at_a_time = threading.RLock()
 
@@ -46,8 +48,15 @@ STREAMS = 32  # number of streams that torch has for each priority, used in turn
 
 Key = TypeVar("Key", bound=Hashable)
 
-# torch's error if a captured step draws from a generator that is not registered with the graph.
-_NOT_THE_GRAPHS = "Attempt to increase offset for a CUDA generator not in capture mode"
+# Whether torch records draws from any generator.
+DRAWS_ARE_RECORDED = torch.torch_version.TorchVersion(torch.__version__) >= (2, 14)
+
+# torch's error if a captured step draws from a generator that is not registered with the graph: up
+# to 2.12, and in 2.13.
+_NOT_THE_GRAPHS = (
+    "Attempt to increase offset for a CUDA generator not in capture mode",
+    "RNG op during graph capture but generator is not registered with the capturing graph",
+)
 
 
 def can_capture() -> bool:
@@ -121,10 +130,13 @@ class Graph:
     def __init__(self) -> None:
         # In a list, which `take` empties: another reference would delay the destruction.
         self._owned = [torch.cuda.CUDAGraph()]
+        self._stream = 0  # of its capture
         weakref.finalize(self, _dropped.take, self._owned).atexit = False
 
     def replay(self) -> None:
         """Queues the step on the current stream."""
+        current = torch.cuda.current_stream()
+        _replays[self._stream, current.cuda_stream] = current
         self._owned[0].replay()
 
     @contextlib.contextmanager
@@ -139,46 +151,33 @@ class Graph:
                 self._owned[0].capture_end()
             raise
         self._owned[0].capture_end()
-        _streams[self._owned[0]] = torch.cuda.current_stream().cuda_stream
+        self._stream = _streams[self._owned[0]] = torch.cuda.current_stream().cuda_stream
 
 
-# The streams on which graphs were or will be recorded, by a graph or what keeps the stream for one,
-# until that is freed.
-_streams: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+# The streams on which graphs were recorded, until these are destroyed.
+_streams: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = weakref.WeakKeyDictionary()
+
+# The streams on which graphs were replayed since the last capture, by the stream of their capture
+# and their own. The next capture there waits for them: a graph that was dropped may still run.
+_replays: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
 @functools.cache
 def _own_streams(device: int) -> tuple[torch.cuda.Stream, ...]:
-    """All of torch's streams of high priority, the least high ones first: 96 on Hopper."""
-    _, highest = torch.cuda.Stream.priority_range()
-    return tuple(
-        torch.cuda.Stream(device, priority=priority)
-        for priority in range(-1, highest - 1, -1)
-        for _ in range(STREAMS)
-    )
+    """All of torch's streams of a priority that nothing in torch asks for: FSDP2 asks for -1."""
+    priority = max(-2, torch.cuda.Stream.priority_range()[1])
+    return tuple(torch.cuda.Stream(device, priority=priority) for _ in range(STREAMS))
 
 
 def own_stream() -> torch.cuda.Stream:
     """A stream of the current device to warm up and capture on: the first stream on which none of
-    the existing graphs was recorded, and that `keep_stream` keeps for none.
+    the existing graphs was recorded, or else the first.
 
     Other threads must not work on it, as their work would be captured. Streams of default priority
-    are shared in torch, so these have high priority. cuBLAS has a workspace for each thread and
-    stream, 32 MiB on Hopper; backward of all threads runs in one, autograd's. A graph uses this
-    workspace wherever it is replayed, so two graphs of one stream may not run at the same time:
-    products that are added up there would mix, or wait for each other for ever. The workspace
-    remains when the graph is destroyed. Always taking the first free stream avoids that 32 calls
-    which each capture a graph leave 1 GiB.
+    are shared in torch, so these have a higher one.
     """
     streams, taken = _own_streams(torch.cuda.current_device()), set(_streams.values())
     return next((s for s in streams if s.cuda_stream not in taken), streams[0])
-
-
-def keep_stream(owner: object, stream: torch.cuda.Stream) -> None:
-    """Until its owner is freed, no other capture takes a stream, on which the owner warms up in one
-    call of `apart` and records in a later one.
-    """
-    _streams[owner] = stream.cuda_stream
 
 
 def wait_for_replays(device: torch.device) -> None:
@@ -189,41 +188,64 @@ def wait_for_replays(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+class SharedMemory:
+    """Memory for graphs that are replayed one after the other and leave no results in it: a pool,
+    and the stream of their captures, as torch gives freed memory only to the stream that had it.
+    """
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream: torch.cuda.Stream | None = None
+
+
 def record(step: Callable[[], object], pool: tuple[int, int] | None = None) -> Graph | None:
     """A graph of the work that a step queues on the current stream, which must not be the default
     one.
 
+    cuBLAS adds up in workspaces, 32 MiB each on Hopper. Up to torch 2.14 they are torch's, one for
+    each thread and stream, with one thread for backward of all others. There a graph would share
+    them with the next one of its stream: replayed at the same time, the two would mix their sums,
+    or wait for each other for ever. And torch frees them when torch.compile records, or, from 2.12
+    on, with the stream's next graph. So a graph gets workspaces from its own memory here.
+
     Args:
         step: the function to record.
-        pool: memory pool for graphs that are replayed one after the other and leave no results in
-            it, from `torch.cuda.graph_pool_handle()`. Default: None (a pool of its own).
+        pool: of its memory, see `SharedMemory`. Default: None (one of its own).
 
     Returns:
-        The graph; None if the step draws random numbers itself, for example for dropout.
+        The graph; None if the step draws random numbers itself, for example for dropout, and torch
+        is older than 2.14, which records that.
     """
+    stream = torch.cuda.current_stream().cuda_stream
+    _C.drop_workspaces(stream)
     # During a capture the allocator cannot free its cached memory.
     torch.cuda.empty_cache()
     graph, draws = Graph(), False
-    with graph.recording(pool):
-        try:
-            step()
-        except RuntimeError as error:
-            if _NOT_THE_GRAPHS not in str(error):
-                raise
-            draws = True  # the step was aborted at this point
+    try:
+        with graph.recording(pool):
+            try:
+                step()
+            except RuntimeError as error:
+                if not any(text in str(error) for text in _NOT_THE_GRAPHS):
+                    raise
+                draws = True  # the step was aborted at this point
+    finally:
+        _C.drop_workspaces(stream)
     return None if draws else graph
 
 
 def capture(
-    step: Callable[[], object], device: torch.device, pool: tuple[int, int] | None = None
+    step: Callable[[], object], device: torch.device, shared: SharedMemory | None = None
 ) -> Graph | None:
     """`record` on a separate stream of the device, after steps that warm up the libraries it
     calls.
     """
-    with apart(device):
+    with apart(device, shared and shared.stream) as stream:
+        if shared is not None:
+            shared.stream = stream
         for _ in range(WARMUPS):
             step()
-        return record(step, pool)
+        return record(step, shared and shared.pool)
 
 
 class GraphsOnDemand(Generic[Key]):
@@ -268,6 +290,8 @@ def apart(
     with one_at_a_time, torch.cuda.device(device), _without_autocast_cache():
         stream = own_stream() if stream is None else stream
         stream.wait_stream(torch.cuda.current_stream())
+        for key in [key for key in list(_replays) if key[0] == stream.cuda_stream]:
+            stream.wait_stream(_replays.pop(key))
         with torch.cuda.stream(stream):
             yield stream
         torch.cuda.current_stream().wait_stream(stream)
@@ -294,20 +318,13 @@ def know_captures(kind: type) -> None:
     A capture is registered from before `capture_begin` until `capture_end` returns or raises, or
     its graph is freed. Captures of subclasses are registered if their methods call these two.
     """
-    begin, end = kind.capture_begin, kind.capture_end
     # Patch the end first: a capture that another thread registers meanwhile must also be removed.
-    if end not in _known:
-
-        @functools.wraps(end)
-        def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return end(self, *args, **kwargs)
-            finally:
-                _dropped.ended(self)
-
-        _known.add(capture_end)
-        kind.capture_end = capture_end
-    if begin not in _known:
+    for name in ("capture_end", "capture_end_pre"):  # the second since torch 2.15
+        if (end := getattr(kind, name, None)) is not None and end not in _known:
+            patched = _ending(end)
+            _known.add(patched)
+            setattr(kind, name, patched)
+    if (begin := kind.capture_begin) not in _known:
 
         @functools.wraps(begin)
         def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -318,17 +335,39 @@ def know_captures(kind: type) -> None:
         kind.capture_begin = capture_begin
 
 
+def _ending(end: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that ends a capture, and removes it."""
+
+    @functools.wraps(end)
+    def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return end(self, *args, **kwargs)
+        finally:
+            _dropped.ended(self)
+
+    return patched
+
+
 def _begin(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None = None) -> None:
-    """Begins a capture with a new generator state instead of the default generator's."""
+    """Begins a capture with a new generator state instead of the default generator's, which torch
+    puts into a graph only when that draws since 2.14.
+    """
     know_captures(torch.cuda.CUDAGraph)
+    if DRAWS_ARE_RECORDED:
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        return
     default = torch.cuda.default_generators[torch.cuda.current_device()]
     own = torch.Generator(default.device)
     own.seed()
     with _beginning:
-        state = default.graphsafe_get_state()
+        state, seed = default.graphsafe_get_state(), own.initial_seed()
 
         def restore() -> None:
+            nonlocal seed
             default.graphsafe_set_state(state)
+            if own.initial_seed() != seed:  # another thread has seeded the default generator
+                seed = own.initial_seed()
+                default.manual_seed(seed)
 
         # A thread that draws before the state is restored gets numbers from the graph's state,
         # which are as good. No other graph gets that state: the capture may wait long for the GIL

@@ -44,10 +44,11 @@ class Decoder:
     notice all changes, such as those of `AdamW(fused=True)`: see there. `step` does not check.
 
     Only one thread at a time may use a decoder, on one CUDA stream or on streams that wait for each
-    other. Several threads may share the model, each with its own decoder. While a decoder is made,
-    no other thread may wait for the whole device (`torch.cuda.synchronize`), which CUDA rejects
-    during a capture; all other work can go on. From the first decoder on, a patch of
-    `torch.cuda.CUDAGraph.capture_begin` makes captures in the whole process begin one at a time.
+    other. Several threads may share the model, each with its own decoder, but not under autocast,
+    whose cache of cast weights all threads share. While a decoder is made, no other thread may wait
+    for the whole device (`torch.cuda.synchronize`), which CUDA rejects during a capture; all other
+    work can go on. From the first decoder on, a patch of `torch.cuda.CUDAGraph.capture_begin` makes
+    captures in the whole process begin one at a time.
 
     Args:
         model: a `GLAForCausalLM`. Its mode, train or eval, is not changed.
@@ -57,8 +58,9 @@ class Decoder:
             token and its states do not change. Default: None.
         generator: source of randomness, on the model's device. Default: torch's own.
         cuda_graph: whether steps run as a CUDA graph, if one can be captured. That is not possible
-            with PYTORCH_NO_CUDA_MEMORY_CACHING in the environment, or for a step that draws random
-            numbers itself, for example for dropout. Default: None (on a CUDA device).
+            with PYTORCH_NO_CUDA_MEMORY_CACHING in the environment, or, before torch 2.14, for a
+            step that draws random numbers itself, for example for dropout. Default: None (on a
+            CUDA device).
         compiled: whether a step is compiled by `torch.compile`, which fuses its many small kernels
             but first takes a minute. Prompts are not compiled. Default: False.
 

@@ -81,8 +81,9 @@ def generate(
         for prompts in batches:  # of 8
             tokens = model.generate(prompts, 32, decoder=decoder)
 
-    Several threads may generate from one model, each on its own stream. While one captures, no
-    other thread may wait for the whole device (`torch.cuda.synchronize`), which CUDA then rejects.
+    Several threads may generate from one model, each on its own stream, but not under autocast,
+    whose cache of cast weights all threads share. While one captures, no other thread may wait for
+    the whole device (`torch.cuda.synchronize`), which CUDA then rejects.
 
     Long or many prompts pass in segments, so that memory does not grow with them. Inside
     `batch_invariant` the operators give the same bits as without segments.

@@ -74,6 +74,7 @@ class Batch:
         # By the number of rows, and whether tokens are kept in buffers.
         self._graphs = _capture.GraphsOnDemand(self._capture)
         self._keys = GraphKeys()
+        self._memory = _capture.SharedMemory() if cuda_graph else None
         graphs_of_prompts = cuda_graph and not fixed
         taken = self._rows + graphs_of_prompts  # one spare row for prompts' graphs
         with torch.inference_mode(False), torch.no_grad():
@@ -121,10 +122,10 @@ class Batch:
 
     def warm_up(self) -> None:
         """Captures the missing graphs, if graphs are used."""
+        if self._prompts is not None:  # first, as all others fit into the memory of the largest
+            self._prompts.warm_up()
         if self._has_graphs:
             self._graphs.warm_up((n, cache.begin_step()) for n, cache in self._caches.items())
-        if self._prompts is not None:
-            self._prompts.warm_up()
 
     def refresh(self) -> None:
         """Drops the graphs if the model in its present state would give others.
@@ -141,6 +142,8 @@ class Batch:
             self._graphs.clear()
             if self._prompts is not None:
                 self._prompts.clear()
+            if self._memory is not None:  # which no graph may share with dropped ones
+                self._memory = _capture.SharedMemory()
         check_place(self._model, self._place, "Engine")
         layers = _layers_of(self._model)
         if len(layers) != self._layers or (self.every and not _in_chunks(layers)):
@@ -154,12 +157,10 @@ class Batch:
         self._active = []
         return self._record(functools.partial(self._advance, self._caches[count], count))
 
-    def _record(
-        self, step: Callable[[], None], pool: tuple[int, int] | None = None
-    ) -> _capture.Graph | None:
+    def _record(self, step: Callable[[], None]) -> _capture.Graph | None:
         self._keys.add(self._model)
         with torch.inference_mode(False), torch.no_grad():
-            return _capture.capture(step, self.tokens.device, pool)
+            return _capture.capture(step, self.tokens.device, self._memory)
 
     def _advance(self, cache: Any, count: int) -> None:
         tokens = self.tokens[:count].unsqueeze(1)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,7 +145,7 @@ class PromptGraphs:
 
     Args:
         run: reads packed pieces.
-        record: captures a call, in a memory pool.
+        record: captures a call, in memory that all graphs share.
         every: tokens between checkpoints, 0 for none.
         spare: the row that no sequence uses.
     """
@@ -153,7 +153,7 @@ class PromptGraphs:
     def __init__(
         self,
         run: Callable[[Packed], None],
-        record: Callable[[Callable[[], None], Any], _capture.Graph | None],
+        record: Callable[[Callable[[], None]], _capture.Graph | None],
         every: int,
         spare: int,
         device: torch.device,
@@ -167,15 +167,13 @@ class PromptGraphs:
         most = sum(self._sizes[-1].lengths)
         self._buffer = torch.zeros(most, dtype=torch.long, device=device)
         self._graphs = _capture.GraphsOnDemand(self._capture)
-        self.clear()
 
     def clear(self) -> None:
-        """Drops the graphs and their memory pool, which later graphs must not share."""
+        """Drops the graphs."""
         self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self) -> None:
-        """Captures the missing graphs, the largest first, since the others fit into its memory."""
+        """Captures the missing graphs, the largest first, as the others fit into its memory."""
         self._graphs.warm_up(reversed(self._sizes))
 
     def replay(self, pieces: Sequence[Piece]) -> bool:
@@ -197,7 +195,7 @@ class PromptGraphs:
         """Captures with a piece in the spare row, so that no sequence's state changes."""
         self._write([Piece(self._spare, [0] * size.tokens, True, self._spare)], size)
         packed = size.split(self._buffer)
-        return self._record(lambda: self._run(packed), self._pool)
+        return self._record(lambda: self._run(packed))
 
     def _write(self, pieces: Sequence[Piece], size: Size) -> None:
         numbers = lay_out(pieces, size, self._every, self._spare)

@@ -66,7 +66,7 @@ class GraphedUpdate:
 
         Raises:
             ValueError: for a batch of other shapes than the first one's.
-            NotImplementedError: for an update that draws random numbers.
+            NotImplementedError: for an update that draws random numbers, with torch before 2.14.
         """
         self._take(batch)
         if self._graph is None:
@@ -94,7 +94,6 @@ class GraphedUpdate:
             self._result = self._update(*self._batch)
 
         with _capture.apart(self._device, self._stream) as self._stream:
-            _capture.keep_stream(self, self._stream)
             if self._warmups > 0:
                 self._warmups -= 1
                 update()
@@ -102,6 +101,6 @@ class GraphedUpdate:
             self._graph = _capture.record(update)
         if self._graph is None:
             raise NotImplementedError(
-                "expected a model without dropout with --cuda-graph, got a step that draws random "
-                "numbers"
+                "expected a model without dropout with --cuda-graph and torch before 2.14, got a "
+                "step that draws random numbers"
             )

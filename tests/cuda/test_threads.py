@@ -249,6 +249,7 @@ def test_a_capture_leaves_the_default_generator_as_it_is():
     assert torch.equal(default.get_state(), before)
 
 
+@pytest.mark.skipif(_capture.DRAWS_ARE_RECORDED, reason="torch before 2.14 records no draws")
 def test_a_step_with_dropout_has_no_graph():
     """Its random numbers are torch's own, which a graph would keep from other threads."""
     model = model_on_gpu().train()

@@ -10,7 +10,7 @@ from gla_ext.decode import _capture
 BROKEN = "operation failed due to a previous error during capture"
 TWICE = "operation not permitted when stream is capturing"
 NOT_BEGUN = "operation not permitted when stream is not capturing"
-DRAWS = f"{_capture._NOT_THE_GRAPHS}."
+DRAWS = f"{_capture._NOT_THE_GRAPHS[0]}."
 
 
 class Device:

@@ -1,5 +1,6 @@
 """A model of bytes, and a stand-in for CUDA graphs of an engine."""
 
+import functools
 import types
 
 import pytest
@@ -25,15 +26,18 @@ def folder(model, tmp_path_factory):
 
 @pytest.fixture
 def captures(monkeypatch):
-    """The pools of graphs that are captured, each a call, and of those that are replayed."""
+    """What the graphs that are captured are of, a step or a prompt, and those that are replayed."""
     captured, replayed = [], []
 
-    def capture(call, device, pool=None):
+    def capture(call, device, shared):
+        of = "step" if isinstance(call, functools.partial) else "prompt"
+
         def replay():
-            replayed.append(pool)
+            replayed.append(of)
             call()
 
-        captured.append(pool)
+        assert isinstance(shared, _capture.SharedMemory)
+        captured.append(of)
         call()
         return types.SimpleNamespace(replay=replay)
 

@@ -1,0 +1,21 @@
+#include "workspaces.h"
+
+#include <ATen/cuda/CUDAContext.h>
+
+#include <iterator>
+#include <mutex>
+#include <tuple>
+
+namespace gla_ext::cuda {
+
+void drop_workspaces(void* stream) {
+  for (auto* kept : {&at::cuda::cublas_handle_stream_to_workspace(),
+                     &at::cuda::cublaslt_handle_stream_to_workspace()}) {
+    const std::unique_lock lock(kept->mutex);
+    for (auto item = kept->map.begin(); item != kept->map.end();) {
+      item = std::get<1>(item->first) == stream ? kept->map.erase(item) : std::next(item);
+    }
+  }
+}
+
+}  // namespace gla_ext::cuda
