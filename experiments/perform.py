@@ -65,8 +65,13 @@ def perform(run: Run, pack: Path | None, device: torch.device, cuda_graph: bool 
         cuda_graph: whether a training step is one CUDA graph. Default: False.
     """
     # On a stream of its own a thread's work does not wait for the others'.
-    with torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None):
-        return _perform(run, pack, device, cuda_graph)
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    try:
+        with torch.cuda.stream(stream):
+            return _perform(run, pack, device, cuda_graph)
+    finally:  # of a failed run too: the next one gets its memory
+        if stream is not None:
+            stream.synchronize()
 
 
 def _perform(run: Run, pack: Path | None, device: torch.device, cuda_graph: bool) -> Result:

@@ -6,8 +6,8 @@ ends, no other thread may then draw from that generator, or replay a graph that 
 necessary: the captures here give the default generator another state for the moment in which it is
 registered.
 
-From the first capture here on, `know_captures` patches `torch.cuda.CUDAGraph`'s `capture_begin` and
-`capture_end`, for two reasons:
+From the first capture here on, `know_captures` patches the methods of `torch.cuda.CUDAGraph` that
+begin and end a capture, for two reasons:
 - A graph that is freed during a capture, by any thread, breaks the capture, and Python's garbage
   collector may free one at any time. CUDA can tell whether a given stream is captured, but not
   whether any is, and torch has no list of captures. Only a method that every capture calls can tell
@@ -48,7 +48,7 @@ STREAMS = 32  # number of streams that torch has for each priority, used in turn
 
 Key = TypeVar("Key", bound=Hashable)
 
-# Whether torch records draws from any generator.
+# Whether a captured step may draw from generators that were not registered with its graph.
 DRAWS_ARE_RECORDED = torch.torch_version.TorchVersion(torch.__version__) >= (2, 14)
 
 # torch's error if a captured step draws from a generator that is not registered with the graph: up
@@ -130,13 +130,10 @@ class Graph:
     def __init__(self) -> None:
         # In a list, which `take` empties: another reference would delay the destruction.
         self._owned = [torch.cuda.CUDAGraph()]
-        self._stream = 0  # of its capture
         weakref.finalize(self, _dropped.take, self._owned).atexit = False
 
     def replay(self) -> None:
         """Queues the step on the current stream."""
-        current = torch.cuda.current_stream()
-        _replays[self._stream, current.cuda_stream] = current
         self._owned[0].replay()
 
     @contextlib.contextmanager
@@ -151,15 +148,16 @@ class Graph:
                 self._owned[0].capture_end()
             raise
         self._owned[0].capture_end()
-        self._stream = _streams[self._owned[0]] = torch.cuda.current_stream().cuda_stream
+        _streams[self._owned[0]] = torch.cuda.current_stream().cuda_stream
+
+    @property
+    def pool(self) -> tuple[int, int]:
+        """The memory pool that it was recorded in."""
+        return self._owned[0].pool()
 
 
 # The streams on which graphs were recorded, until these are destroyed.
 _streams: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = weakref.WeakKeyDictionary()
-
-# The streams on which graphs were replayed since the last capture, by the stream of their capture
-# and their own. The next capture there waits for them: a graph that was dropped may still run.
-_replays: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
 @functools.cache
@@ -189,12 +187,12 @@ def wait_for_replays(device: torch.device) -> None:
 
 
 class SharedMemory:
-    """Memory for graphs that are replayed one after the other and leave no results in it: a pool,
-    and the stream of their captures, as torch gives freed memory only to the stream that had it.
+    """Memory for graphs that are replayed one after the other and leave no results in it: the first
+    one's pool and stream, as torch gives freed memory only to the stream that had it.
     """
 
     def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool: tuple[int, int] | None = None
         self.stream: torch.cuda.Stream | None = None
 
 
@@ -202,11 +200,12 @@ def record(step: Callable[[], object], pool: tuple[int, int] | None = None) -> G
     """A graph of the work that a step queues on the current stream, which must not be the default
     one.
 
-    cuBLAS adds up in workspaces, 32 MiB each on Hopper. Up to torch 2.14 they are torch's, one for
-    each thread and stream, with one thread for backward of all others. There a graph would share
-    them with the next one of its stream: replayed at the same time, the two would mix their sums,
-    or wait for each other for ever. And torch frees them when torch.compile records, or, from 2.12
-    on, with the stream's next graph. So a graph gets workspaces from its own memory here.
+    cuBLAS adds up in workspaces, 32 MiB each on Hopper. Up to 2.14 torch has one for each thread
+    and stream, and runs the backward of all threads in one thread. A graph would share them with
+    the next one of its stream: replayed at the same time, the two would mix their sums, or wait for
+    each other for ever. And torch frees them when `torch.compile(mode="reduce-overhead")` records,
+    from 2.12 on also when any graph of the stream is destroyed. So a graph gets its workspaces from
+    its own memory here.
 
     Args:
         step: the function to record.
@@ -241,11 +240,12 @@ def capture(
     calls.
     """
     with apart(device, shared and shared.stream) as stream:
-        if shared is not None:
-            shared.stream = stream
         for _ in range(WARMUPS):
             step()
-        return record(step, shared and shared.pool)
+        graph = record(step, shared and shared.pool)
+        if graph is not None and shared is not None:
+            shared.pool, shared.stream = graph.pool, stream
+        return graph
 
 
 class GraphsOnDemand(Generic[Key]):
@@ -290,8 +290,6 @@ def apart(
     with one_at_a_time, torch.cuda.device(device), _without_autocast_cache():
         stream = own_stream() if stream is None else stream
         stream.wait_stream(torch.cuda.current_stream())
-        for key in [key for key in list(_replays) if key[0] == stream.cuda_stream]:
-            stream.wait_stream(_replays.pop(key))
         with torch.cuda.stream(stream):
             yield stream
         torch.cuda.current_stream().wait_stream(stream)
@@ -316,7 +314,7 @@ def know_captures(kind: type) -> None:
     this module that are dropped during such a capture are destroyed when it ends.
 
     A capture is registered from before `capture_begin` until `capture_end` returns or raises, or
-    its graph is freed. Captures of subclasses are registered if their methods call these two.
+    its graph is freed. Captures of subclasses are registered if their methods call these.
     """
     # Patch the end first: a capture that another thread registers meanwhile must also be removed.
     for name in ("capture_end", "capture_end_pre"):  # the second since torch 2.15

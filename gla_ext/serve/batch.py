@@ -74,7 +74,7 @@ class Batch:
         # By the number of rows, and whether tokens are kept in buffers.
         self._graphs = _capture.GraphsOnDemand(self._capture)
         self._keys = GraphKeys()
-        self._memory = _capture.SharedMemory() if cuda_graph else None
+        self._memory = _capture.SharedMemory()
         graphs_of_prompts = cuda_graph and not fixed
         taken = self._rows + graphs_of_prompts  # one spare row for prompts' graphs
         with torch.inference_mode(False), torch.no_grad():
@@ -142,8 +142,7 @@ class Batch:
             self._graphs.clear()
             if self._prompts is not None:
                 self._prompts.clear()
-            if self._memory is not None:  # which no graph may share with dropped ones
-                self._memory = _capture.SharedMemory()
+            self._memory = _capture.SharedMemory()  # no graph may share that of dropped ones
         check_place(self._model, self._place, "Engine")
         layers = _layers_of(self._model)
         if len(layers) != self._layers or (self.every and not _in_chunks(layers)):

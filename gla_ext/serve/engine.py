@@ -136,7 +136,7 @@ class Engine:
         self._ends = self._read_ends()
         self._stamp = Stamp(model)  # of the model that made states and graphs
         self._lock = threading.RLock()
-        # One thread runs the model, one is next: who runs steps cannot take it again before that.
+        # One thread runs the model, and one is next, or a waiting one might never get its turn.
         self._runs, self._is_next = threading.Lock(), threading.Lock()
         self._waiting: deque[Sequence] = deque()
         self._unfinished = 0  # accepted and not finished
@@ -148,8 +148,8 @@ class Engine:
         self._device = device_of(model)
         self._ahead = 1 if self._device.type == "cuda" else 0
         self._under_way: deque[tuple[list[Sequence], Callable[[], Drawn]]] = deque()
-        stream = torch.cuda.current_stream(self._device) if self._ahead else None
-        self._queued = stream and stream.record_event()  # all work of the last turn
+        here = torch.cuda.current_stream(self._device) if self._ahead else None
+        self._queued = here and here.record_event()  # all work of the last turn
 
     def _read_ends(self) -> frozenset[int]:
         config = self.model.config

@@ -143,7 +143,7 @@ def test_a_call_leaves_nothing():
 
     model = model_on_gpu()
     torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # cuBLAS's workspace
-    model.generate(PROMPTS, 2)  # and of the stream that graphs are captured on
+    model.generate(PROMPTS, 2)
     before = allocated()
     states = 4 * 4 * 2 * 2 * 16 * 32  # fp32, B, layers, H, K, V
     for _ in range(3):

@@ -156,7 +156,7 @@ def test_threads_that_sample_with_the_default_generator():
 
 
 def test_many_captures_share_no_stream():
-    """Nor the workspace that cuBLAS has for it."""
+    """And side by side all give the same."""
     model = model_on_gpu()
     decoders = [Decoder(model, 1, temperature=0) for _ in range(12)]
     for decoder in decoders:

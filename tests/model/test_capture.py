@@ -200,9 +200,10 @@ def test_a_capture_that_breaks_without_an_error_of_the_step(gpu):
             _capture.record(broken)
 
 
-def test_a_step_that_draws_has_no_graph(gpu):
+@pytest.mark.parametrize("text", _capture._NOT_THE_GRAPHS)
+def test_a_step_that_draws_has_no_graph(gpu, text):
     def draws():
-        raise RuntimeError(DRAWS)
+        raise RuntimeError(f"{text}.")
 
     assert _capture.record(draws) is None
     assert not gpu.capturing and gpu.destroyed == 1

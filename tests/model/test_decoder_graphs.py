@@ -134,7 +134,10 @@ class Generator:
     device = torch.device("cpu")
 
     def __init__(self):
-        self.state = "own"
+        self.state, self.seeds = "own", []
+
+    def manual_seed(self, seed):
+        self.seeds.append(seed)
 
     def graphsafe_get_state(self):
         return self.state
@@ -143,10 +146,18 @@ class Generator:
         self.state = state
 
 
+@pytest.fixture
+def registering(monkeypatch):
+    """Captures register the default generator, as up to torch 2.13."""
+    monkeypatch.setattr(_capture, "DRAWS_ARE_RECORDED", False)
+
+
 @pytest.mark.parametrize("allocates", [True, False])
-def test_the_default_generator_is_back_before_a_capture_has_begun(monkeypatch, allocates):
+def test_the_default_generator_is_back_before_a_capture_has_begun(
+    monkeypatch, registering, allocates
+):
     """As torch 2.11 does it, which registers a generator, allocates for it and marks it, in this
-    order; and as later versions do, which do none of it.
+    order; and as other versions may, which allocate later.
     """
     default, seen = Generator(), []
 
@@ -166,10 +177,38 @@ def test_the_default_generator_is_back_before_a_capture_has_begun(monkeypatch, a
     _capture._begin(Graph())
     assert isinstance(seen[0], torch.Generator)
     assert seen[1:] == ["own"] * allocates
-    assert default.state == "own"
+    assert default.state == "own" and default.seeds == []
 
 
-def test_captures_elsewhere_wait_while_the_default_generator_has_another_state(monkeypatch):
+def test_a_seed_of_another_thread_is_kept_while_a_capture_begins(monkeypatch, registering):
+    default = Generator()
+
+    class Graph:
+        def capture_begin(self, pool=None, capture_error_mode="global"):
+            default.state.manual_seed(5)  # what torch.manual_seed then seeds
+
+    monkeypatch.setattr(torch.cuda, "default_generators", [default])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    _capture._begin(Graph())
+    assert (default.state, default.seeds) == ("own", [5])
+
+
+def test_newer_torch_is_left_the_default_generator(monkeypatch):
+    default, seen = Generator(), []
+
+    class Graph:
+        def capture_begin(self, pool=None, capture_error_mode="global"):
+            seen.append((default.state, capture_error_mode))
+
+    monkeypatch.setattr(_capture, "DRAWS_ARE_RECORDED", True)
+    monkeypatch.setattr(torch.cuda, "default_generators", [default])
+    _capture._begin(Graph())
+    assert seen == [("own", "thread_local")]
+
+
+def test_captures_elsewhere_wait_while_the_default_generator_has_another_state(
+    monkeypatch, registering
+):
     """A graph that took that state could not be replayed before the capture here ends."""
     default, seen, began = Generator(), [], threading.Event()
 

@@ -4,7 +4,6 @@ import functools
 import types
 
 import pytest
-import torch
 from models import make_model
 
 from gla_ext.decode import _capture
@@ -43,7 +42,6 @@ def captures(monkeypatch):
 
     monkeypatch.setattr(_capture, "capture", capture)
     monkeypatch.setattr(engine, "uses_graph", lambda *_: True)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(prompts, "TOKENS", (8, 128))
     monkeypatch.setattr(prompts, "PIECES", (1, 3))
     return captured, replayed

@@ -8,6 +8,7 @@ import torch
 from engines import SMALL, deltas, greedy, is_empty, prompt, run
 from models import make_model
 
+from gla_ext.decode import _capture
 from gla_ext.ops import batch_invariant
 from gla_ext.serve import ClosedError, Engine, FullError, Limits, Request, engine
 from gla_ext.serve.text import Bytes
@@ -132,14 +133,17 @@ def test_graphs_give_the_tokens_of_eager_steps(rows):
 
 @pytest.mark.cuda
 def test_graphs_share_memory():
-    """More than 20 of them, each with workspaces of cuBLAS, 32 MiB on Hopper."""
+    """Steps' and prompts', 23 of them, each with workspaces of cuBLAS, 32 MiB on Hopper."""
     model = make_model(eos_token_id=None).to("cuda")
     engine = Engine(model, limits=Limits(**SMALL))
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     engine.warm_up()
     torch.cuda.empty_cache()
-    assert len(engine._batch._prompts._graphs) == 20
+    graphs = [*engine._batch._graphs._graphs.values()]
+    graphs += engine._batch._prompts._graphs._graphs.values()
+    assert len(graphs) == 23 and len({graph.pool for graph in graphs}) == 1
+    assert len({_capture._streams[graph._owned[0]] for graph in graphs}) == 1
     assert torch.cuda.memory_reserved() < before + 200 * 2**20
 
 
