@@ -50,10 +50,9 @@ KERNEL_WARNINGS += ["-Wno-aggressive-loop-optimizations"]
 SANITIZED = os.environ.get("GLA_EXT_SANITIZE") == "1"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g1"] * SANITIZED
 LINK_FLAGS = ["-fopenmp", *SANITIZE]
-if platform.machine() == "x86_64" and platform.libc_ver()[0] == "glibc":
-    # See csrc/common/glibc.cpp.
-    LINK_FLAGS += ["-Wl,--wrap=exp,--wrap=exp2,--wrap=log,--wrap=log2,--wrap=pow"]
-    LINK_FLAGS += ["-Wl,--wrap=pthread_rwlock_wrlock,--wrap=pthread_rwlock_unlock"]
+if platform.machine() == "x86_64" and platform.libc_ver()[0] == "glibc":  # csrc/common/glibc.cpp
+    wrap = ["exp", "exp2", "log", "log2", "pow", "pthread_rwlock_wrlock", "pthread_rwlock_unlock"]
+    LINK_FLAGS += [f"-Wl,--wrap={name}" for name in wrap]
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall", *SANITIZE]
 NVCC_FLAGS = ["-O3", "-std=c++17"]  # the same for every torch, so that wheels share objects
 COMPRESS = "--compress-mode=size"  # nvcc knows it from 12.8 on
@@ -70,7 +69,6 @@ NAMED_ARCHS = {
     "Hopper": "9.0+PTX",
     "Blackwell+Tegra": "11.0",
     "Blackwell": "10.0;10.3;12.0;12.1+PTX",
-    "Rubin": "10.7+PTX",
 }
 
 

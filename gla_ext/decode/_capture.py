@@ -172,7 +172,8 @@ def own_stream() -> torch.cuda.Stream:
     the existing graphs was recorded, or else the first.
 
     Other threads must not work on it, as their work would be captured. Streams of default priority
-    are shared in torch, so these have a higher one.
+    are shared in torch, so these have a higher one. Graphs of one stream still share workspaces
+    (see `record`) where the allocator is cudaMallocAsync.
     """
     streams, taken = _own_streams(torch.cuda.current_device()), set(_streams.values())
     return next((s for s in streams if s.cuda_stream not in taken), streams[0])
