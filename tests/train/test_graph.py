@@ -122,7 +122,7 @@ def test_a_graph_has_workspaces_of_its_own(monkeypatch):
 @pytest.mark.cuda
 def test_a_graph_outlives_torchs_workspaces():
     """torch.compile's graphs free all that torch has."""
-    sizes = {"batch_size": 32, "seq_len": 512, "hidden_size": 256, "dtype": "float32", "steps": 12}
+    sizes = {"batch_size": 64, "seq_len": 256, "hidden_size": 256, "dtype": "float32", "steps": 12}
     with in_fixed_order(torch.device("cuda")):
         losses = []
         for clear in (False, True):
@@ -146,7 +146,7 @@ def test_a_graph_outlives_torchs_workspaces():
 @pytest.mark.cuda
 def test_runs_in_threads_equal_runs_alone():
     """They warm up in turn and replay at the same time products whose sums are in a workspace."""
-    sizes = {"batch_size": 32, "seq_len": 512, "hidden_size": 256, "dtype": "float32", "steps": 60}
+    sizes = {"batch_size": 64, "seq_len": 256, "hidden_size": 256, "dtype": "float32", "steps": 60}
 
     def make(seed):
         run = make_trainer(device="cuda", cuda_graph=True, seed=seed, **sizes)
