@@ -110,6 +110,20 @@ def test_claims_on_recall_and_on_length():
     assert rows(performed(["ablations"], lambda of: math.nan)) == []
 
 
+def test_of_recall_a_seed_counts_where_a_task_has_no_other():
+    results = Results([])
+    for of in run.pending(["mqar", "budget_512"], "full", results, TEXTS):
+        if of.seed == 0 and of.width == budget.FIRST_WIDTH and of.seq_len == 512:
+            results.add(result(of, {"attention": 0.995, "hyena": 0.9}.get(of.layer, 0.8)))
+    found = {row[0]: row[2:] for row in rows(results)}
+    one, task = "1 of 1 cells, one seed each", "`budget_512`"
+    assert found["attention solves recall at every width (Figure 4)"] == [one, "agree", task]
+    ahead = "GLA recalls at least as much as {} (Figure 4)"
+    assert found[ahead.format("RetNet")] == [one, "agree", task]
+    none = "0 of 1 cells, one seed each"
+    assert found[ahead.format("Hyena")] == [none, "agree but for 1", task]
+
+
 def test_a_run_s_loss_is_compared_with_its_own():
     """Seeds far apart hide no rise that each of them has, and a fall is what the paper claims."""
     rises = {"gla": 0.05, "retnet": -0.05, "attention": 0.05}
