@@ -22,7 +22,7 @@ from experiments.runs import RESULTS, Results, foreseen
 from gla_ext.model.files import write_text
 
 PAGE = Path(__file__).parents[1] / "docs" / "experiments.md"
-NOTHING = "No run of it is done yet."
+NOTHING = "No run of it is done."
 
 
 def most_frequent_texts(results: Results) -> Texts:

@@ -129,13 +129,24 @@ def keep(result: Result, folder: Path) -> None:
         file.write(result.line())
 
 
-def best(candidates: list[Run], results: Results) -> Run | None:
-    """The run with the best score, once all of them are done; of runs without a number, none."""
+def best(candidates: list[Run], results: Results, solved: float = math.inf) -> Run | None:
+    """The run with the best score, once all of them are done; of runs without a number, none.
+
+    Args:
+        candidates: the runs.
+        results: what is done.
+        solved: a score at which runs end; of those that reach it the first is best. Default: none.
+    """
     if not candidates or not all(run in results for run in candidates):
         return None
     sign = -1 if candidates[0].task == "text" else 1
+
+    def rank(run: Run) -> tuple[float, int]:
+        score = sign * results[run].score
+        return (score, 0) if score < solved else (solved, -results[run].details["steps_done"])
+
     scored = [run for run in candidates if math.isfinite(results[run].score)]
-    return max(scored, key=lambda run: sign * results[run].score, default=None)
+    return max(scored, key=rank, default=None)
 
 
 @dataclass(frozen=True)
@@ -146,25 +157,32 @@ class Sweep:
     rates: learning rates.
     seeds: number of seeds.
     results: what is done; runs that depend on what is not yet done are left out.
+    solved: see `best`.
     """
 
     make: Callable[[str, float], Run]
     rates: tuple[float, ...]
     seeds: int
     results: Results
+    solved: float = math.inf
 
     def of(self, name: str) -> list[Run]:
         """A name's runs at all rates."""
         return [self.make(name, rate) for rate in self.rates]
 
+    def best(self, name: str, whole: bool = True) -> Run | None:
+        """A name's best run; see `chosen`."""
+        runs = [run for run in self.of(name) if whole or run in self.results]
+        return best(runs, self.results, self.solved)
+
     def runs(self, names: Iterable[str]) -> Iterator[Run]:
         """The runs of each name: all rates with seed 0, then the best rate with the other seeds."""
-        sweeps = [self.of(name) for name in names]
-        for at_a_rate in zip(*sweeps, strict=True):
+        names = list(names)
+        for at_a_rate in zip(*map(self.of, names), strict=True):
             yield from at_a_rate
         for seed in range(1, self.seeds):
-            for sweep in sweeps:
-                if (first := best(sweep, self.results)) is not None:
+            for name in names:
+                if (first := self.best(name)) is not None:
                     yield replace(first, seed=seed)
 
     def chosen(self, name: str, whole: bool = True) -> list[Run]:
@@ -175,25 +193,22 @@ class Sweep:
             whole: before its sweep is done, there are none; else those at the best rate so far.
                 Default: True.
         """
-        sweep = self.of(name)
-        if not whole:
-            sweep = [run for run in sweep if run in self.results]
-        first = best(sweep, self.results)
+        first = self.best(name, whole)
         return [] if first is None else [replace(first, seed=n) for n in range(self.seeds)]
 
     def rate_of(self, name: str) -> str:
         """The best rate, as a table shows it: of a sweep that is not done, with how much of it
         is.
         """
-        done = [run for run in self.of(name) if run in self.results]
-        first = best(done, self.results)
+        first = self.best(name, whole=False)
         rate = "" if first is None else f"{first.lr:g}"
-        return rate if len(done) == len(self.rates) else f"{rate} (best of {len(done)})"
+        done = len(self.results.of(self.of(name)))
+        return rate if done == len(self.rates) else f"{rate} (best of {done})"
 
     def at_edges(self, names: Iterable[str]) -> str:
         """A sentence on the names whose best rate is the lowest or the highest of a whole sweep."""
         ends = min(self.rates), max(self.rates)
-        found = {name: best(self.of(name), self.results) for name in names}
+        found = {name: self.best(name) for name in names}
         named = [f"{name} ({run.lr:g})" for name, run in found.items() if run and run.lr in ends]
         if not named:
             return ""
@@ -202,7 +217,7 @@ class Sweep:
 
 def how_many_at_edges(of: Iterable[tuple[Sweep, str]]) -> str:
     """A sentence on whole sweeps of some names, or '' where the best rate is at an end of none."""
-    found = [(sweep.rates, best(sweep.of(name), sweep.results)) for sweep, name in of]
+    found = [(sweep.rates, sweep.best(name)) for sweep, name in of]
     whole = [(rates, first.lr) for rates, first in found if first is not None]
     low, high = (sum(lr == end(rates) for rates, lr in whole) for end in (min, max))
     if not low + high:

@@ -1,4 +1,4 @@
-"""What the gate of GLA is worth, and its heads (the paper's Table 2), on text."""
+"""What the gate of GLA is worth, and its heads (the paper's Table 4), on text."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Budget:
         def make(layer: str, lr: float) -> Run:
             return Run("recall", layer=layer, lr=lr, **sizes, **task)
 
-        return Sweep(make, RATES[scale], size.seeds, results)
+        return Sweep(make, RATES[scale], size.seeds, results, SOLVED)
 
     def done(self, scale: str, results: Results) -> dict[str, dict[int, list[Result]]]:
         """What is done at the best rates so far, one a seed, of each layer and width."""
@@ -85,8 +85,8 @@ class Budget:
         }
 
     def report(self, scale: str, results: Results, text: str, folder: Path) -> str:
-        """Draws accuracy over updates in the first column, and over widths where there are more of
-        them; returns a table of accuracies and rates.
+        """Draws accuracy over updates in the first column, and over widths once all layers have
+        run at two of them; returns a table of accuracies and rates.
         """
         size = mqar.SCALES[scale]
         drawn = {x: of for x, of in self.done(scale, results).items() if any(of.values())}
@@ -96,16 +96,19 @@ class Budget:
         sweeps = {width: self._sweep(scale, width, results) for width in size.widths}
         name, rows = f"experiments_budget_{seq_len}.png", []
         widths = [w for w in _in_order(size.widths) if any(of[w] for of in drawn.values())]
-        with figure(folder / name, min(len(widths), 2)) as (over_updates, *over_widths):
+        complete = [w for w in widths if all(of[w] for of in drawn.values())]
+        panels = 2 if len(complete) > 1 else 1
+        with figure(folder / name, panels) as (over_updates, *over_widths):
             for place, (layer, of) in enumerate(drawn.items()):
                 curve = _curve([result.details["accuracies"] for result in of[widths[0]]])
                 points = {w: [result.score for result in done] for w, done in of.items() if done}
                 for axis, what in zip((over_updates, *over_widths), (curve, points), strict=False):
-                    line(axis, layer, what, f"C{place}", MARKERS[place])
+                    line(axis, mqar.LABELS[layer], what, f"C{place}", MARKERS[place])
                 cells = [spread([result.score for result in done]) for done in of.values()]
                 rates = [f" at {sweep.rate_of(layer)}" for sweep in sweeps.values()]
                 rows.append(
-                    [layer, *(c + r if c else "" for c, r in zip(cells, rates, strict=True))]
+                    [mqar.LABELS[layer]]
+                    + [c + r if c else "" for c, r in zip(cells, rates, strict=True)]
                 )
             task = f"{pairs} pairs in {seq_len} tokens"
             over_updates.set(

@@ -115,9 +115,11 @@ class Lengths:
             parts.append(f"Runs that diverged, which are in no row: {diverged}.")
         return "\n\n".join(parts)
 
-    def shortest(self, scale: str) -> str:
-        """The name of the shortest length of training."""
-        return _kilo(self.sizes[scale].seq_len)
+    def lengths(self, scale: str) -> list[str]:
+        """The names of the lengths of training: the shortest, a longer one, one of segments, rows
+        in a row.
+        """
+        return list(dict.fromkeys(length for _, length, _ in self._trained(scale).values()))
 
     def ends(
         self, scale: str, results: Results, text: str

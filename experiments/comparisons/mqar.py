@@ -13,6 +13,18 @@ from experiments.recall import SOLVED
 from experiments.runs import Result, Results, Run, Sweep, how_many_at_edges, spread
 
 LAYERS = ("attention", "gla", "retnet", "head gate", "no gate", "gla, convolution")
+# As figures and tables name the layers, here and in `budget`.
+LABELS = {
+    "attention": "attention",
+    "gla": "GLA",
+    "retnet": "RetNet",
+    "head gate": "one gate a head",
+    "no gate": "no gate",
+    "gla, convolution": "GLA, convolution",
+    "hyena": "Hyena",
+    "mamba": "Mamba",
+    "rwkv": "RWKV-4",
+}
 Difficulty = tuple[int, int, int]  # seq_len, pairs, batch_size
 
 
@@ -113,7 +125,7 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
             for place, (layer, of) in enumerate(found[task].items()):
                 beside = 1.02 ** (place - len(LAYERS) / 2)  # or many would lie on one at 1
                 points = {w * beside: [r.score for r in own] for w, own in of.items() if own}
-                line(axis, layer, points, f"C{place}", MARKERS[place])
+                line(axis, LABELS[layer], points, f"C{place}", MARKERS[place])
             axis.set_xscale("log", base=2)
             axis.set_xticks(size.widths, [str(width) for width in size.widths])
             axis.set_xlim(size.widths[0] / 1.25, size.widths[-1] * 1.25)
@@ -128,7 +140,7 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
             if any(of.values()):
                 rate = _sweep(size, task, results).rate_of(layer)
                 cells = [spread([r.score for r in of[width]]) for width in size.widths]
-                rows.append([f"{task[0]}, {task[1]}", layer, rate, *cells])
+                rows.append([f"{task[0]}, {task[1]}", LABELS[layer], rate, *cells])
     head = ["tokens, pairs", "layer", "rate", *(f"width {width}" for width in size.widths)]
     parts = ["![accuracy against width](experiments_mqar.png)", table(head, rows)]
     parts.append(against_paper({task: found[task] for task in begun}))

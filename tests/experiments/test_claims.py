@@ -1,6 +1,7 @@
 """The table of the paper's claims: what scores of a few seeds say to each."""
 
 import math
+from dataclasses import replace
 
 from experiment_runs import result
 
@@ -9,7 +10,7 @@ from experiments.comparisons import budget, claims, mqar
 from experiments.runs import Results
 
 BYTES, TOKENS = "bytes", "tokens"
-TEXTS = {0: BYTES, 8_000: TOKENS}
+TEXTS = {0: BYTES, 8_000: TOKENS, 32_000: "other tokens"}
 CURVE = [[place * 512, 1.5] for place in range(64)]
 
 
@@ -37,14 +38,14 @@ def test_claims_on_bytes_and_on_tokens():
 
     found = rows(performed(["ablations", "tokens_8k"], score))
     said = {(row[0], row[4]): row for row in found}
-    gate = "a gate a channel is better than one a head (Table 2)"
+    gate = "a gate a channel is better than one a head (Table 4)"
     assert said[gate, "`ablations`, bytes"][2:4] == ["2.001, 3.001 (p < 0.001)", "agree"]
     here, verdict = said[gate, "`tokens_8k`, 8,000 tokens"][2:4]
     assert here.startswith(f"{2**2.001:.3f}, {2**1.001:.3f} (p < 0.001)")
     assert verdict == "differ"
-    as_good = "GLA is as good as a Transformer++ (Table 1)"
+    as_good = "GLA is as good as a Transformer++ (Table 2)"
     assert said[as_good, "`tokens_8k`, 8,000 tokens"][3] == "differ, worse"
-    heads = said["4 heads are better than 8 (Table 2)", "`ablations`, bytes"]
+    heads = said["4 heads are better than 8 (Table 4)", "`ablations`, bytes"]
     assert heads[2:4] == ["2.001, 2.001 (p = 1.000)", "not told apart"]
     values = said[
         "gates on values add nothing to those on keys (v3, Table 2)", "`tokens_8k`, 8,000 tokens"
@@ -85,43 +86,65 @@ def test_a_claim_counts_by_the_comparisons_own_test():
     assert row[3] == "not told apart"
 
 
+ON_RECALL = {
+    "attention": "attention solves recall at every width (Figure 4)",
+    "RetNet": "GLA recalls at least as much as RetNet (Figure 4)",
+    "others": "GLA, RetNet and Mamba recall at least as much as Hyena and RWKV-4 (Figure 4)",
+}
+
+
 def test_claims_on_recall_and_on_length():
     def score(of):
         if of.task == "text":
             return 1.0
         if of.layer == "attention":
             return 0.995 if of.width < 512 or of.seq_len > 64 else 0.5
-        return {"gla": 0.8, "hyena": 0.9}.get(of.layer, 0.7)
+        return {"gla": 0.8, "hyena": 0.75}.get(of.layer, 0.7)
 
     found = rows(performed(["mqar", "budget_512", "length"], score))
     said = {(row[0], row[4]): row[2:4] for row in found}
-    cells = len(mqar.SCALES["full"].widths)
-    solved = "attention solves recall at every width (Figure 4)"
-    assert said[solved, "`mqar`"] == [f"{4 * cells - 1} of {4 * cells} cells", "agree but for 1"]
-    assert said[solved, "`budget_512`"] == [f"{cells} of {cells} cells", "agree"]
-    ahead = "GLA recalls at least as much as {} (Figure 4)"
-    assert said[ahead.format("RWKV-4"), "`budget_512`"] == [f"{cells} of {cells} cells", "agree"]
-    behind = said[ahead.format("Hyena"), "`budget_512`"]
-    assert behind == [f"0 of {cells} cells", f"agree but for {cells}"]
-    assert (ahead.format("Hyena"), "`mqar`") not in said and "hyena" in budget.LAYERS
+    n = len(mqar.SCALES["full"].widths)
+    some = [f"{4 * n - 1} of {4 * n} cells", "agree but for 1"]
+    assert said[ON_RECALL["attention"], "`mqar`"] == some
+    assert said[ON_RECALL["attention"], "`budget_512`"] == [f"{n} of {n} cells", "agree"]
+    assert said[ON_RECALL["RetNet"], "`budget_512`"] == [f"{n} of {n} cells", "agree"]
+    assert said[ON_RECALL["others"], "`budget_512`"] == [f"0 of {n} cells", "differ"]
+    assert (ON_RECALL["others"], "`mqar`") not in said and "hyena" in budget.LAYERS
     level = [row for row in found if "beyond its length" in row[0]]
     assert [row[3] for row in level] == ["not told apart, as claimed"] * 2 + ["not told apart"]
+    assert found[-1][3] == "not comparable"
     assert claims.report("full", Results([]), TEXTS, run.EXPERIMENTS) == ""
     assert rows(performed(["ablations"], lambda of: math.nan)) == []
 
 
-def test_of_recall_a_seed_counts_where_a_task_has_no_other():
+def test_claims_on_recall_of_one_seed():
+    """They are said to be unproved; a second seed of one layer, or one that diverged, is not
+    counted.
+    """
+    level = {"attention": 0.995, "retnet": 0.85, "mamba": 0.9, "hyena": 0.3, "rwkv": 0.82}
     results = Results([])
-    for of in run.pending(["mqar", "budget_512"], "full", results, TEXTS):
-        if of.seed == 0 and of.width == budget.FIRST_WIDTH and of.seq_len == 512:
-            results.add(result(of, {"attention": 0.995, "hyena": 0.9}.get(of.layer, 0.8)))
+    for of in run.pending(["budget_512"], "full", results, TEXTS):
+        if of.seed == 0 and of.width == budget.FIRST_WIDTH:
+            results.add(result(of, level.get(of.layer, 0.8)))
+            if of.layer == "gla" and of.lr == budget.RATES["full"][0]:
+                results.add(result(replace(of, seed=1), 0.99))
+            if of.layer == "gla":
+                results.add(result(replace(of, seed=2), math.nan))
     found = {row[0]: row[2:] for row in rows(results)}
-    one, task = "1 of 1 cells, one seed each", "`budget_512`"
-    assert found["attention solves recall at every width (Figure 4)"] == [one, "agree", task]
-    ahead = "GLA recalls at least as much as {} (Figure 4)"
-    assert found[ahead.format("RetNet")] == [one, "agree", task]
-    none = "0 of 1 cells, one seed each"
-    assert found[ahead.format("Hyena")] == [none, "agree but for 1", task]
+    others = len(mqar.SCALES["full"].widths) - 1
+    held, failed = (f"{k} of 1 cells, one seed; {others} not run" for k in (1, 0))
+    assert found[ON_RECALL["attention"]] == [held, "as claimed, not proved", "`budget_512`"]
+    for name in ("RetNet", "others"):
+        assert found[ON_RECALL[name]] == [failed, "not as claimed, not proved", "`budget_512`"]
+
+
+def test_of_runs_that_end_early_the_first_is_best():
+    of = next(of for of in run.pending(["budget_512"], "full", Results([]), TEXTS))
+    sweep = run.EXPERIMENTS["budget_512"]._sweep("full", of.width, Results([]))
+    done = zip(sweep.of("gla"), (0.999, 0.991, 0.98, 0.5), (4000, 3000, 2000, 1000), strict=True)
+    for of, score, steps in done:
+        sweep.results.add(result(of, score, steps_done=steps))
+    assert sweep.best("gla") == sweep.of("gla")[1]
 
 
 def test_a_run_s_loss_is_compared_with_its_own():
@@ -136,3 +159,21 @@ def test_a_run_s_loss_is_compared_with_its_own():
     found = [row for row in found if "beyond its length" in row[0]]
     assert [row[3] for row in found] == ["differ", "agree", "agree"]
     assert all(row[2].endswith("(p < 0.001)") for row in found)
+
+
+def test_claims_on_the_length_of_training():
+    """Longer is better for GLA and worse for RetNet; segments are worse; Mamba is better."""
+
+    def curve(of):
+        longer = of.seq_len > 2048
+        loss = {"gla": -longer + 2 * (of.segments > 1), "retnet": longer, "mamba": -0.5}
+        return [[place, 3 + loss.get(of.layer, 0) + of.seed / 100] for place in range(64)]
+
+    found = rows(performed(["tokens_length"], lambda of: 1.0, curve))
+    said = {row[0]: row[3] for row in found}
+    assert said["GLA is better trained at 8K than at 2K (Figure 5)"] == "agree"
+    assert said["RetNet is better trained at 8K than at 2K (Figure 5)"] == "differ"
+    assert said["Mamba is better trained at 8K than at 2K (Figure 5)"] == "not told apart"
+    assert said["GLA is as good trained at 12 x 2K as at 8K (Figure 5)"] == "differ, worse"
+    assert said["GLA is as good as Mamba (Table 2)"] == "differ, worse"
+    assert said["Mamba's loss rises beyond its length (Figure 5)"] == "not told apart"

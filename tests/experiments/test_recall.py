@@ -100,7 +100,7 @@ def test_a_page_of_what_is_done_so_far(tmp_path):
     begun = mqar._run(size, task, size.swept_width, "gla", rate)
     keep(result(begun, 0.75), tmp_path)
     page = mqar.report("full", Results([tmp_path]), "", tmp_path)
-    row = f"| {task[0]}, {task[1]} | gla | {rate:g} (best of 1) |  | 0.750 (n = 1) |  |  |"
+    row = f"| {task[0]}, {task[1]} | GLA | {rate:g} (best of 1) |  | 0.750 (n = 1) |  |  |"
     assert page.splitlines()[4:] == [row, "", "Of fewer than two seeds nothing is concluded."]
     assert (tmp_path / "experiments_mqar.png").is_file()
 

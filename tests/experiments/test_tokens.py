@@ -122,7 +122,7 @@ def test_the_whole_budget_is_for_what_was_not_learned(tmp_path):
     for of in after:
         results.add(result(of, 0.75 + of.seed / 100, accuracies=[[50_000, 0.75]]))
     page = hardest.report("full", results, "", tmp_path)
-    assert "| gla | 0.760 ± 0.010 at 0.0022 |" in page
+    assert "| GLA | 0.760 ± 0.010 at 0.0022 |" in page
     assert (tmp_path / "experiments_budget_512.png").is_file()
     assert hardest.report("full", Results([]), "", tmp_path) == ""
 
