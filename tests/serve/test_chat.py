@@ -152,7 +152,7 @@ BAD = [
     ),
     ({"messages": [USER, MESSAGES[0]]}, "that the chat template takes, got system comes first"),
     ({"top_logprobs": 2}, "expected logprobs to be true with top_logprobs = 2"),
-    ({"logprobs": True, "top_logprobs": 21}, "expected logprobs from 0 to 20, got 21"),
+    ({"logprobs": True, "top_logprobs": 21}, "expected top_logprobs from 0 to 20, got 21"),
     ({"logprobs": 1}, "expected logprobs to be true or false, got 1"),
     ({"tools": [{"type": "function"}]}, "expected tools to be [] or null, as it is not impl"),
     ({"n": 257}, "expected at most 256 choices, got 257"),

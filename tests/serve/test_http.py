@@ -165,6 +165,7 @@ BAD = [
     (b'{"prompt": "a", "temperature": 1e999}', "expected temperature to be a number, got inf"),
     ({"prompt": "a", "top_k": 1.5}, "expected top_k to be an int, got 1.5"),
     ({"prompt": "a", "seed": 10**30}, "expected seed to be an int of 64 bits"),
+    ({"prompt": "a", "top_p": 2}, "expected top_p to be in (0, 1], got 2"),
     ({"prompt": "a", "n": 0}, "expected n of at least 1, got 0"),
     ({"prompt": "a", "n": 2, "best_of": 3}, "expected best_of to be n = 2"),
     ({"prompt": "a", "n": 1000}, "expected at most 256 choices, got 1 prompts of 1000"),
@@ -178,12 +179,32 @@ BAD = [
     ({"prompt": "a", "logit_bias": {"\u0661": 1}}, "an object of numbers, whose names are tokens"),
 ]
 
+OUT_OF_RANGE = {
+    "temperature": -1,
+    "top_p": 2,
+    "top_k": -5,
+    "min_p": 1.5,
+    "repetition_penalty": 0,
+    "presence_penalty": 3,
+    "frequency_penalty": -3,
+    "logprobs": 21,
+    "seed": 10**30,
+    "stop": [""],
+    "logit_bias": {"1": 101},
+    "n": 1000,
+    "stream_options": {"x": 1},
+}
+
 
 def test_requests_that_do_not_fit(served):
     for body, message in BAD:
         status, _, reply = post(served, body)
         assert (status, reply["error"]["type"]) == (400, "invalid_request_error"), body
         assert message in reply["error"]["message"], reply
+    for field, value in OUT_OF_RANGE.items():
+        error = post(served, {"prompt": "a", field: value})[2]["error"]
+        assert error["param"] == field
+        assert error["message"].startswith("expected ")
     status, _, reply = post(served, {"prompt": "a", "model": "gpt"})
     assert (status, reply["error"]["code"]) == (404, "model_not_found")
     assert post(served, b"", "/v2")[0] == 404

@@ -9,7 +9,7 @@ from typing import Any
 
 from gla_ext.decode.sampling import is_int
 from gla_ext.serve.http.fields import BOOL, CHAT, COMPLETION, RefusedError, read_object, short
-from gla_ext.serve.request import Limits, Request
+from gla_ext.serve.request import MOST_LOGPROBS, Limits, Request
 
 ROLES = ("system", "user", "assistant")  # whose messages every chat template knows
 MOST_PROMPTS = 256  # limit of prompts times n in a request
@@ -42,7 +42,10 @@ class Completion:
                 try:
                     found.append(Request(shared, **options))
                 except (TypeError, ValueError) as error:
-                    raise RefusedError(400, str(error)) from error
+                    message = str(error).partition(": ")[2]  # without the name of our class
+                    words = message.partition(",")[0].split()
+                    field = next((x for x in (*_OURS, "logit_bias", "stop") if x in words), None)
+                    raise RefusedError(400, message, None, field) from error
         return found
 
 
@@ -71,7 +74,7 @@ def read(body: bytes, model: str) -> Completion:
     prompts, options = _read_prompts(given.get("prompt")), read_options(given)
     if len(prompts) * n > MOST_PROMPTS:
         message = f"expected at most {MOST_PROMPTS} choices, got {len(prompts)} prompts of {n}"
-        raise RefusedError(400, message)
+        raise RefusedError(400, message, None, "n")
     echo = given.get("echo", False)
     if echo:
         options["prompt_logprobs"] = options.get("logprobs")
@@ -90,6 +93,9 @@ def read_chat(body: bytes, model: str) -> tuple[Completion, list[Message]]:
     most = given.get("top_logprobs", 0)
     if most and not wanted:
         message = f"expected logprobs to be true with top_logprobs = {most}"
+        raise RefusedError(400, message, None, "top_logprobs")
+    if not 0 <= most <= MOST_LOGPROBS:
+        message = f"expected top_logprobs from 0 to {MOST_LOGPROBS}, got {most}"
         raise RefusedError(400, message, None, "top_logprobs")
     if wanted:
         options["logprobs"] = most
@@ -140,7 +146,7 @@ def read_stream(given: dict[str, Any]) -> tuple[bool, bool]:
     usage = streaming.pop("include_usage", False)
     if streaming or not BOOL[0](usage):
         message = f"expected stream_options to be include_usage alone, got {short(options)}"
-        raise RefusedError(400, message)
+        raise RefusedError(400, message, None, "stream_options")
     return given.get("stream", False), usage
 
 
