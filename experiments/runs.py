@@ -135,7 +135,8 @@ def best(candidates: list[Run], results: Results, solved: float = math.inf) -> R
     Args:
         candidates: the runs.
         results: what is done.
-        solved: a score at which runs end; of those that reach it the first is best. Default: none.
+        solved: a score at which runs end; of those that reach it the one with the fewest steps is
+            best. Default: none.
     """
     if not candidates or not all(run in results for run in candidates):
         return None
@@ -171,7 +172,7 @@ class Sweep:
         return [self.make(name, rate) for rate in self.rates]
 
     def best(self, name: str, whole: bool = True) -> Run | None:
-        """A name's best run; see `chosen`."""
+        """A name's best run: once its sweep is done, or with whole=False of what is done."""
         runs = [run for run in self.of(name) if whole or run in self.results]
         return best(runs, self.results, self.solved)
 

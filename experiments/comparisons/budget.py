@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.comparisons import mqar
-from experiments.comparisons.figures import MARKERS, figure, line, table
+from experiments.comparisons.figures import figure, table
 from experiments.recall import SOLVED
 from experiments.runs import Result, Results, Run, Sweep, how_many_at_edges, spread
 
@@ -85,8 +85,8 @@ class Budget:
         }
 
     def report(self, scale: str, results: Results, text: str, folder: Path) -> str:
-        """Draws accuracy over updates in the first column, and over widths once all layers have
-        run at two of them; returns a table of accuracies and rates.
+        """Draws accuracy over updates at the first width, and over widths once all layers have run
+        at two of them; returns a table of accuracies and rates.
         """
         size = mqar.SCALES[scale]
         drawn = {x: of for x, of in self.done(scale, results).items() if any(of.values())}
@@ -99,11 +99,11 @@ class Budget:
         complete = [w for w in widths if all(of[w] for of in drawn.values())]
         panels = 2 if len(complete) > 1 else 1
         with figure(folder / name, panels) as (over_updates, *over_widths):
-            for place, (layer, of) in enumerate(drawn.items()):
+            for layer, of in drawn.items():
                 curve = _curve([result.details["accuracies"] for result in of[widths[0]]])
                 points = {w: [result.score for result in done] for w, done in of.items() if done}
                 for axis, what in zip((over_updates, *over_widths), (curve, points), strict=False):
-                    line(axis, mqar.LABELS[layer], what, f"C{place}", MARKERS[place])
+                    mqar.draw(axis, layer, what)
                 cells = [spread([result.score for result in done]) for done in of.values()]
                 rates = [f" at {sweep.rate_of(layer)}" for sweep in sweeps.values()]
                 rows.append(

@@ -34,7 +34,7 @@ def figure(path: Path, panels: int = 1) -> Iterator[Sequence[Any]]:
         plt.close(drawn)
 
 
-MARKERS = "osv^DPX*"  # of lines that lie on each other
+MARKERS = "osv^DPX*h"  # of lines that lie on each other
 
 
 def line(

@@ -43,12 +43,13 @@ class Lengths:
         on the batches of the longer length in parts, each from no state.
         """
         size = self.sizes[scale]
-        T, longer = size.seq_len, LONGER * size.seq_len
+        short, longer, segments = self.lengths(scale)
+        few = max(1, size.batch_size // LONGER)
         lengths = {
-            _kilo(T): {},
-            _kilo(longer): {"seq_len": longer, "batch_size": max(1, size.batch_size // LONGER)},
-            f"{SEGMENTS} x {_kilo(T)}": {"segments": SEGMENTS},
-            f"{_kilo(T)}, {NEAR}": {"consecutive": min(LONGER, size.batch_size)},
+            short: {},
+            longer: {"seq_len": LONGER * size.seq_len, "batch_size": few},
+            segments: {"segments": SEGMENTS},
+            f"{short}, {NEAR}": {"consecutive": min(LONGER, size.batch_size)},
         }
         return {
             f"{layer} at {length}": (layer, length, changes)
@@ -115,11 +116,10 @@ class Lengths:
             parts.append(f"Runs that diverged, which are in no row: {diverged}.")
         return "\n\n".join(parts)
 
-    def lengths(self, scale: str) -> list[str]:
-        """The names of the lengths of training: the shortest, a longer one, one of segments, rows
-        in a row.
-        """
-        return list(dict.fromkeys(length for _, length, _ in self._trained(scale).values()))
+    def lengths(self, scale: str) -> tuple[str, str, str]:
+        """The names of the shortest length of training, of a longer one, and of segments."""
+        size = self.sizes[scale].seq_len
+        return _kilo(size), _kilo(LONGER * size), f"{SEGMENTS} x {_kilo(size)}"
 
     def ends(
         self, scale: str, results: Results, text: str

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from typing import Any
 
 from experiments.comparisons.figures import MARKERS, figure, line, table
-from experiments.comparisons.significance import in_brackets
-from experiments.recall import SOLVED
 from experiments.runs import Result, Results, Run, Sweep, how_many_at_edges, spread
 
 LAYERS = ("attention", "gla", "retnet", "head gate", "no gate", "gla, convolution")
-# As figures and tables name the layers, here and in `budget`.
+# What figures and tables call the layers, here and in `budget`.
 LABELS = {
     "attention": "attention",
     "gla": "GLA",
@@ -114,6 +112,12 @@ def done(scale: str, results: Results) -> dict[Difficulty, dict[str, dict[int, l
     }
 
 
+def draw(axis: Any, layer: str, points: dict[float, list[float]]) -> None:
+    """A layer's line, which has the same color and marker in every figure."""
+    place = list(LABELS).index(layer)
+    line(axis, LABELS[layer], points, f"C{place}", MARKERS[place])
+
+
 def report(scale: str, results: Results, text: str, folder: Path) -> str:
     """Draws experiments_mqar.png, of the tasks that are begun, and returns the table."""
     size, found = SCALES[scale], done(scale, results)
@@ -125,7 +129,7 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
             for place, (layer, of) in enumerate(found[task].items()):
                 beside = 1.02 ** (place - len(LAYERS) / 2)  # or many would lie on one at 1
                 points = {w * beside: [r.score for r in own] for w, own in of.items() if own}
-                line(axis, LABELS[layer], points, f"C{place}", MARKERS[place])
+                draw(axis, layer, points)
             axis.set_xscale("log", base=2)
             axis.set_xticks(size.widths, [str(width) for width in size.widths])
             axis.set_xlim(size.widths[0] / 1.25, size.widths[-1] * 1.25)
@@ -143,56 +147,5 @@ def report(scale: str, results: Results, text: str, folder: Path) -> str:
                 rows.append([f"{task[0]}, {task[1]}", LABELS[layer], rate, *cells])
     head = ["tokens, pairs", "layer", "rate", *(f"width {width}" for width in size.widths)]
     parts = ["![accuracy against width](experiments_mqar.png)", table(head, rows)]
-    parts.append(against_paper({task: found[task] for task in begun}))
     edges = how_many_at_edges((_sweep(size, task, results), x) for task in begun for x in LAYERS)
     return "\n\n".join(part for part in (*parts, edges) if part)
-
-
-def against_paper(done: dict[Difficulty, dict[str, dict[int, list[Result]]]]) -> str:
-    """Sentences on the paper's claims: attention solves the task at every width, GLA is at least as
-    accurate as RetNet. Cells of one seed are left out.
-
-    Args:
-        done: results of each task, layer and width.
-    """
-
-    def scores(task: Difficulty, layer: str, width: int) -> list[float]:
-        return [min(r.score, SOLVED) for r in done[task].get(layer, {}).get(width, ())]
-
-    def cells(*layers: str) -> list[tuple[Difficulty, int]]:
-        return [
-            (task, width)
-            for task, of in done.items()
-            for width in of.get(layers[0], ())
-            if all(len(scores(task, layer, width)) > 1 for layer in layers)
-        ]
-
-    solved, both = cells("attention"), cells("gla", "retnet")
-    said = []
-    if solved:
-        short = {cell: "" for cell in solved if min(scores(cell[0], "attention", cell[1])) < SOLVED}
-        said.append(
-            f"Of {len(solved)} cells where attention has two seeds or more, it is perfect (99 % "
-            f"with each) in {len(solved) - len(short)}{_not_at(short)}."
-        )
-    if both:
-        pairs = {
-            (task, width): [scores(task, layer, width) for layer in ("gla", "retnet")]
-            for task, width in both
-        }
-        below = {
-            cell: in_brackets(gla, retnet)
-            for cell, (gla, retnet) in pairs.items()
-            if fmean(gla) < fmean(retnet)
-        }
-        said.append(
-            f"Of {len(both)} where GLA and RetNet have, GLA is at least as accurate, by means of "
-            f"what counts up to 99 %, in {len(both) - len(below)}{_not_at(below)}."
-        )
-    return " ".join(said) or "Of fewer than two seeds nothing is concluded."
-
-
-def _not_at(cells: dict[tuple[Difficulty, int], str]) -> str:
-    """What a sentence goes on with: cells, each with a remark."""
-    names = [f"{task[0]} tokens, width {width}{note}" for (task, width), note in cells.items()]
-    return f"; not at {'; '.join(names)}" if names else ""

@@ -97,8 +97,10 @@ def test_runs_on_tokens_from_the_command_to_the_page(folder, tmp_path, capsys, m
     assert f"({without:.2f} M without embeddings)" in row
 
 
-def test_the_whole_budget_is_for_what_was_not_learned(tmp_path):
-    size, results = mqar.SCALES["full"], Results([])
+def test_the_whole_budget_is_for_what_was_not_learned(tmp_path, monkeypatch):
+    size, results, panels = mqar.SCALES["full"], Results([]), []
+    figure = budget.figure
+    monkeypatch.setattr(budget, "figure", lambda at, n: panels.append(n) or figure(at, n))
     hardest, other = run.EXPERIMENTS["budget_512"], run.EXPERIMENTS["budget_256"]
     while todo := [of for of in mqar.runs("full", results, "") if of not in results]:
         for of in todo:
@@ -122,6 +124,7 @@ def test_the_whole_budget_is_for_what_was_not_learned(tmp_path):
     for of in after:
         results.add(result(of, 0.75 + of.seed / 100, accuracies=[[50_000, 0.75]]))
     page = hardest.report("full", results, "", tmp_path)
+    assert panels == [1, 2]  # widths are drawn if there are two
     assert "| GLA | 0.760 ± 0.010 at 0.0022 |" in page
     assert (tmp_path / "experiments_budget_512.png").is_file()
     assert hardest.report("full", Results([]), "", tmp_path) == ""
