@@ -85,20 +85,23 @@ class Budget:
         }
 
     def report(self, scale: str, results: Results, text: str, folder: Path) -> str:
-        """Draws accuracy over updates at the first width, and over widths once all layers have run
-        at two of them; returns a table of accuracies and rates.
+        """Draws accuracy over updates at the first width, and over widths once two of them are
+        complete; returns a table of accuracies and rates.
         """
-        size = mqar.SCALES[scale]
-        drawn = {x: of for x, of in self.done(scale, results).items() if any(of.values())}
+        size, done = mqar.SCALES[scale], self.done(scale, results)
+        drawn = {x: of for x, of in done.items() if any(of.values())}
         if not drawn:
             return ""
         seq_len, pairs, _ = size.difficulties[-1 - self.place]
         sweeps = {width: self._sweep(scale, width, results) for width in size.widths}
         name, rows = f"experiments_budget_{seq_len}.png", []
         widths = [w for w in _in_order(size.widths) if any(of[w] for of in drawn.values())]
-        complete = [w for w in widths if all(of[w] for of in drawn.values())]
-        panels = 2 if len(complete) > 1 else 1
-        with figure(folder / name, panels) as (over_updates, *over_widths):
+        complete = [
+            width
+            for width in widths
+            if all(of[width] for x, of in done.items() if self._is_open(scale, x, width, results))
+        ]
+        with figure(folder / name, min(2, len(complete)) or 1) as (over_updates, *over_widths):
             for layer, of in drawn.items():
                 curve = _curve([result.details["accuracies"] for result in of[widths[0]]])
                 points = {w: [result.score for result in done] for w, done in of.items() if done}

@@ -75,9 +75,11 @@ class Limits:
                 f"expected at most {self.new_tokens} new tokens, got {request.max_new_tokens}"
             )
         tokens = torch.frombuffer(request.tokens, dtype=torch.long)  # fast also for 100,000 tokens
-        for token in (*(x.item() for x in torch.aminmax(tokens)), *request.logit_bias):
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"expected tokens from 0 to {vocab_size - 1}, got {token}")
+        ends = [x.item() for x in torch.aminmax(tokens)]
+        for what, given in (("tokens", ends), ("tokens of logit_bias", request.logit_bias)):
+            for token in given:
+                if not 0 <= token < vocab_size:
+                    raise ValueError(f"expected {what} from 0 to {vocab_size - 1}, got {token}")
 
 
 _MAY_BE_ZERO = ("waiting", "cache_bytes")

@@ -88,13 +88,13 @@ def test_a_claim_counts_by_the_comparisons_own_test():
 
 ON_RECALL = {
     "attention": "attention solves recall at every width (Figure 4)",
-    "RetNet": "GLA recalls at least as much as RetNet (Figure 4)",
-    "others": "GLA, RetNet and Mamba recall at least as much as Hyena and RWKV-4 (Figure 4)",
+    "RetNet": "GLA recalls more than RetNet (Figure 4)",
+    "others": "GLA, RetNet and Mamba recall more than Hyena and RWKV-4 (Figure 4)",
 }
 
 
 def test_claims_on_recall_and_on_length():
-    """Above 99 %, where runs end, all are alike."""
+    """Above 99 %, where runs end, all are alike, as they are if none learns."""
 
     def score(of):
         if of.task == "text":
@@ -103,6 +103,8 @@ def test_claims_on_recall_and_on_length():
             return 0.995 if of.width < 512 or of.seq_len > 64 else 0.5
         if of.width == 64:
             return {"gla": 0.991, "retnet": 0.999}.get(of.layer, 0.7)
+        if of.width == 128:
+            return {"gla": 0.02}.get(of.layer, 0.03)
         return {"gla": 0.8, "hyena": 0.75}.get(of.layer, 0.7)
 
     found = rows(performed(["mqar", "budget_512", "length"], score))
@@ -111,9 +113,10 @@ def test_claims_on_recall_and_on_length():
     some = [f"{4 * n - 1} of {4 * n} cells", "as claimed, but for 1"]
     assert said[ON_RECALL["attention"], "`mqar`"] == some
     assert said[ON_RECALL["attention"], "`budget_512`"] == [f"{n} of {n} cells", "as claimed"]
-    assert said[ON_RECALL["RetNet"], "`budget_512`"] == [f"{n} of {n} cells", "as claimed"]
-    few = [f"1 of {n} cells", f"as claimed, but for {n - 1}"]
-    assert said[ON_RECALL["others"], "`budget_512`"] == few
+    half = [f"{n - 2} of {n - 2} cells; 2 say nothing", "as claimed"]
+    assert said[ON_RECALL["RetNet"], "`budget_512`"] == half
+    none = [f"0 of {n - 1} cells; 1 say nothing", "not as claimed"]
+    assert said[ON_RECALL["others"], "`budget_512`"] == none
     assert (ON_RECALL["others"], "`mqar`") not in said and "hyena" in budget.LAYERS
     level = [row for row in found if "beyond its length" in row[0]]
     assert [row[3] for row in level] == ["not told apart, as claimed"] * 2 + ["not told apart"]
@@ -135,9 +138,9 @@ def test_claims_on_recall_of_one_seed():
     others = len(mqar.SCALES["full"].widths) - 2
     held, failed = (f"{k} of 2 cells, one seed; {others} not complete" for k in (2, 0))
     assert found == {
-        ON_RECALL["attention"]: [held, "as claimed", "`budget_512`"],
-        ON_RECALL["RetNet"]: [failed, "not as claimed", "`budget_512`"],
-        ON_RECALL["others"]: [failed, "not as claimed", "`budget_512`"],
+        ON_RECALL["attention"]: [held, "as claimed so far", "`budget_512`"],
+        ON_RECALL["RetNet"]: [failed, "not as claimed so far", "`budget_512`"],
+        ON_RECALL["others"]: [failed, "not as claimed so far", "`budget_512`"],
     }
 
 

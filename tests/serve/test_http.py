@@ -179,21 +179,25 @@ BAD = [
     ({"prompt": "a", "logit_bias": {"\u0661": 1}}, "an object of numbers, whose names are tokens"),
 ]
 
-OUT_OF_RANGE = {
-    "temperature": -1,
-    "top_p": 2,
-    "top_k": -5,
-    "min_p": 1.5,
-    "repetition_penalty": 0,
-    "presence_penalty": 3,
-    "frequency_penalty": -3,
-    "logprobs": 21,
-    "seed": 10**30,
-    "stop": [""],
-    "logit_bias": {"1": 101},
-    "n": 1000,
-    "stream_options": {"x": 1},
-}
+OUT_OF_RANGE = [
+    ("temperature", -1),
+    ("top_p", 2),
+    ("top_k", -5),
+    ("min_p", 1.5),
+    ("repetition_penalty", 0),
+    ("presence_penalty", 3),
+    ("frequency_penalty", -3),
+    ("logprobs", 21),
+    ("seed", 10**30),
+    ("stop", [""]),
+    ("logit_bias", {"1": 101}),
+    ("logit_bias", {"999": 1}),
+    ("max_tokens", -1),
+    ("max_completion_tokens", -1),
+    ("n", 1000),
+    ("prompt", ["a"] * 257),
+    ("stream_options", {"x": 1}),
+]
 
 
 def test_requests_that_do_not_fit(served):
@@ -201,9 +205,9 @@ def test_requests_that_do_not_fit(served):
         status, _, reply = post(served, body)
         assert (status, reply["error"]["type"]) == (400, "invalid_request_error"), body
         assert message in reply["error"]["message"], reply
-    for field, value in OUT_OF_RANGE.items():
-        error = post(served, {"prompt": "a", field: value})[2]["error"]
-        assert error["param"] == field
+    for field, value in OUT_OF_RANGE:
+        error = post(served, {"prompt": "a"} | {field: value})[2]["error"]
+        assert error["param"] == field, error
         assert error["message"].startswith("expected ")
     status, _, reply = post(served, {"prompt": "a", "model": "gpt"})
     assert (status, reply["error"]["code"]) == (404, "model_not_found")

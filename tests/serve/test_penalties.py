@@ -154,7 +154,9 @@ def test_what_cannot_be_asked_for(options, error, message):
 
 
 def test_a_bias_of_no_token():
-    with pytest.raises(ValueError, match=f"expected tokens from 0 to {V - 1}, got {V}"):
+    with pytest.raises(
+        ValueError, match=f"expected tokens of logit_bias from 0 to {V - 1}, got {V}"
+    ):
         Engine(make_model(), limits=Limits(**SMALL)).submit(Request([1], logit_bias={V: 1}))
 
 
@@ -190,7 +192,7 @@ def test_over_http():
         for fields, message in (
             ({"logit_bias": {"a": 1}}, "expected logit_bias to be an object of numbers, whose nam"),
             ({"logit_bias": {"1": "a"}}, "expected logit_bias to be an object of numbers"),
-            ({"logit_bias": {"256": 1}}, "expected tokens from 0 to 255, got 256"),
+            ({"logit_bias": {"256": 1}}, "expected tokens of logit_bias from 0 to 255, got 256"),
             ({"metadata": 1}, "expected metadata to be an object, got 1"),
             ({"presence_penalty": -3}, "expected presence_penalty from -2 to 2, got -3"),
             ({"max_tokens": 7}, "expected max_tokens and max_completion_tokens to be the same"),

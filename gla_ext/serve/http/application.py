@@ -359,4 +359,4 @@ def _refusing() -> Iterator[None]:
         raise RefusedError(503, str(error)) from error
     except ValueError as error:
         code = "context_length_exceeded" if "a prompt of at most" in str(error) else None
-        raise RefusedError(400, str(error), code) from error
+        raise RefusedError(400, str(error), code, protocol.field_of(str(error))) from error

@@ -43,10 +43,14 @@ class Completion:
                     found.append(Request(shared, **options))
                 except (TypeError, ValueError) as error:
                     message = str(error).partition(": ")[2]  # without the name of our class
-                    words = message.partition(",")[0].split()
-                    field = next((x for x in (*_OURS, "logit_bias", "stop") if x in words), None)
-                    raise RefusedError(400, message, None, field) from error
+                    raise RefusedError(400, message, None, field_of(message)) from error
         return found
+
+
+def field_of(message: str) -> str | None:
+    """The option that an error of a `Request` or its limits is about, if fields have its name."""
+    words = message.partition(",")[0].split()
+    return next((name for name in (*_OURS, "logit_bias", "stop") if name in words), None)
 
 
 def most_logprobs(requests: Sequence[Request], limits: Limits) -> int:
@@ -74,7 +78,7 @@ def read(body: bytes, model: str) -> Completion:
     prompts, options = _read_prompts(given.get("prompt")), read_options(given)
     if len(prompts) * n > MOST_PROMPTS:
         message = f"expected at most {MOST_PROMPTS} choices, got {len(prompts)} prompts of {n}"
-        raise RefusedError(400, message, None, "n")
+        raise RefusedError(400, message, None, "n" if n > 1 else "prompt")
     echo = given.get("echo", False)
     if echo:
         options["prompt_logprobs"] = options.get("logprobs")
@@ -164,8 +168,9 @@ def read_options(given: dict[str, Any]) -> dict[str, Any]:
     if counts:
         options["max_new_tokens"] = counts.pop()
         if options["max_new_tokens"] < 0:
-            message = f"expected max_tokens of at least 0, got {options['max_new_tokens']}"
-            raise RefusedError(400, message, None, "max_tokens")
+            name = "max_tokens" if "max_tokens" in given else "max_completion_tokens"
+            message = f"expected {name} of at least 0, got {options['max_new_tokens']}"
+            raise RefusedError(400, message, None, name)
     bias = given.get("logit_bias", {})
     options["logit_bias"] = {int(token): value for token, value in bias.items()}
     stop = given.get("stop") or []
