@@ -88,8 +88,8 @@ class Budget:
         """Draws accuracy over updates at the first width, and over widths once two of them are
         complete; returns a table of accuracies and rates.
         """
-        size, done = mqar.SCALES[scale], self.done(scale, results)
-        drawn = {x: of for x, of in done.items() if any(of.values())}
+        size, found = mqar.SCALES[scale], self.done(scale, results)
+        drawn = {layer: of for layer, of in found.items() if any(of.values())}
         if not drawn:
             return ""
         seq_len, pairs, _ = size.difficulties[-1 - self.place]
@@ -97,9 +97,9 @@ class Budget:
         name, rows = f"experiments_budget_{seq_len}.png", []
         widths = [w for w in _in_order(size.widths) if any(of[w] for of in drawn.values())]
         complete = [
-            width
-            for width in widths
-            if all(of[width] for x, of in done.items() if self._is_open(scale, x, width, results))
+            w
+            for w in widths
+            if all(found[x][w] for x in LAYERS if self._is_open(scale, x, w, results))
         ]
         with figure(folder / name, min(2, len(complete)) or 1) as (over_updates, *over_widths):
             for layer, of in drawn.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from experiments.comparisons import length, mqar
 from experiments.comparisons.budget import Budget
@@ -24,6 +24,7 @@ from experiments.runs import Result, Results, finite
 
 TOKENS = {"tokens_8k": 8_000, "tokens_32k": 32_000}
 LENGTHS = {"length": length.comparison, "tokens_length": length.ON_TOKENS}
+Claimed = Literal["lower", "not lower", "alike"]
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def report(scale: str, results: Results, texts: dict[int, str], experiments: dic
             a, b = (scores.get(one, []) for one in pair)
             if min(len(a), len(b)) > 1:
                 apart = not {*pair}.isdisjoint(differing(scores, of.beside))
-                cells = beside(a, b, apart, claim.alike)
+                cells = beside(a, b, apart, "alike" if claim.alike else "lower")
                 rows.append([claim.text, claim.paper, *cells, f"`{experiment}`, {what}"])
     rows += _of_recall(scale, results, experiments)
     rows += _of_length(scale, results, texts)
@@ -151,24 +152,25 @@ def report(scale: str, results: Results, texts: dict[int, str], experiments: dic
 
 
 def beside(
-    a: list[float], b: list[float], apart: bool, alike: bool, test: Test = welch
+    a: list[float], b: list[float], apart: bool, claimed: Claimed, test: Test = welch
 ) -> list[str]:
     """Two cells: the means of two sets of losses with p, and what they say to a claim.
 
     Args:
         a, b: the losses.
         apart: whether they differ.
-        alike: whether the claim is that they do not; else it is that the first are lower.
+        claimed: what the first are beside the second, by the claim.
         test: of the two. Default: Welch's.
     """
     lower = fmean(a) < fmean(b)
-    if apart:
-        found = "agree" if lower and not alike else "differ"
-        found += (", better" if lower else ", worse") if alike else ""
-    else:
+    if not apart:
         # The correction for many comparisons alone proves no likeness.
-        claimed = alike and test(a, b) >= LEVEL
-        found = "not told apart, as claimed" if claimed else "not told apart"
+        likely = claimed != "lower" and test(a, b) >= LEVEL
+        found = "not told apart, as claimed" if likely else "not told apart"
+    elif claimed == "alike":
+        found = "differ, better" if lower else "differ, worse"
+    else:
+        found = "agree" if lower == (claimed == "lower") else "differ"
     return [f"{fmean(a):.3f}, {fmean(b):.3f}{in_brackets(a, b, test)}", found]
 
 
@@ -225,14 +227,14 @@ def _holds(better: list[list[float]], worse: list[list[float]]) -> bool | None:
 
 
 class _Pair(NamedTuple):
-    """A claim on two sets of losses, a and b, and where these are from."""
+    """A claim on two sets of losses, which `beside` compares, and where these are from."""
 
     claim: str
     paper: str
-    where: str
+    claimed: Claimed
     a: list[float]
     b: list[float]
-    alike: bool = False
+    where: str
     test: Test = welch
 
 
@@ -240,55 +242,30 @@ def _of_length(scale: str, results: Results, texts: dict[int, str]) -> Iterator[
     """The claims on the length of training, and on GLA beside Mamba, which ran in these experiments
     alone.
     """
-    for runs, of in LENGTHS.items():
-        short, longer, segments = of.lengths(scale)
-        first, last = of.ends(scale, results, texts.get(of.sizes[scale].vocabulary, ""))
-        pairs = [
-            _Pair(
-                f"{name}'s loss {'rises' if name in _LOSS_RISES else 'does not rise'} beyond its "
-                "length (Figure 5)",
-                "figure",
-                f"first 8th and second half, {name} at {short}",
-                first.get(f"{name} at {short}", []),
-                last.get(f"{name} at {short}", []),
-                name not in _LOSS_RISES,
-                paired,
-            )
-            for name in of.layers
-        ]
-        pairs += [
-            _Pair(
-                f"{name} is better trained at {longer} than at {short} (Figure 5)",
-                "better",
-                "second half",
-                last.get(f"{name} at {longer}", []),
-                last.get(f"{name} at {short}", []),
-            )
-            for name in of.layers
-            if name != "Transformer++"
-        ]
-        pairs += [
-            _Pair(
-                f"GLA is as good trained at {segments} as at {longer} (Figure 5)",
-                "about the same",
-                "second half",
-                last.get(f"GLA at {segments}", []),
-                last.get(f"GLA at {longer}", []),
-                alike=True,
-            ),
-            _Pair(
-                "GLA is as good as Mamba (Table 2)",
-                "about the same",
-                f"first 8th, at {short}",
-                first.get(f"GLA at {short}", []),
-                first.get(f"Mamba at {short}", []),
-                alike=True,
-            ),
-        ]
-        pairs = [of for of in pairs if min(len(of.a), len(of.b)) > 1]
-        apart = holm({of.claim: of.test(of.a, of.b) for of in pairs})
-        for of in pairs:
-            ours, found = beside(of.a, of.b, of.claim in apart, of.alike, of.test)
-            if of.alike and of.test is paired:  # a loss may fall
-                found = {"differ, better": "differ", "differ, worse": "agree"}.get(found, found)
-            yield [of.claim, of.paper, ours, found, f"`{runs}`, {of.where}"]
+    for runs, lengths in LENGTHS.items():
+        text = texts.get(lengths.sizes[scale].vocabulary, "")
+        first, last = lengths.ends(scale, results, text)
+        short, longer, segments = lengths.lengths(scale)
+        pairs = []
+        for layer in lengths.layers:
+            rises, at = layer in _LOSS_RISES, f"{layer} at {short}"
+            said = "rises" if rises else "does not rise"
+            claimed: Claimed = "lower" if rises else "not lower"
+            claim = f"{layer}'s loss {said} beyond its length (Figure 5)"
+            where = f"first 8th and second half, {at}"
+            pairs.append(_Pair(claim, "figure", claimed, first[at], last[at], where, paired))
+        for layer in [layer for layer in lengths.layers if layer != "Transformer++"]:
+            claim = f"{layer} is better trained at {longer} than at {short} (Figure 5)"
+            sides = last[f"{layer} at {longer}"], last[f"{layer} at {short}"]
+            pairs.append(_Pair(claim, "better", "lower", *sides, "second half"))
+        claim = f"GLA is as good trained at {segments} as at {longer} (Figure 5)"
+        sides = last[f"GLA at {segments}"], last[f"GLA at {longer}"]
+        pairs.append(_Pair(claim, "about the same", "alike", *sides, "second half"))
+        claim, where = "GLA is as good as Mamba (Table 2)", f"first 8th, at {short}"
+        sides = first[f"GLA at {short}"], first[f"Mamba at {short}"]
+        pairs.append(_Pair(claim, "about the same", "alike", *sides, where))
+        tested = [pair for pair in pairs if min(len(pair.a), len(pair.b)) > 1]
+        apart = holm({pair.claim: pair.test(pair.a, pair.b) for pair in tested})
+        for claim, paper, claimed, a, b, where, test in tested:
+            cells = beside(a, b, claim in apart, claimed, test)
+            yield [claim, paper, *cells, f"`{runs}`, {where}"]

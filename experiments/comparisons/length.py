@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,16 +125,18 @@ class Lengths:
     def ends(
         self, scale: str, results: Results, text: str
     ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-        """Mean bits a byte of the first 8th and the second half, by what is trained, one a seed."""
+        """Mean bits a byte of the first 8th and the second half, by what is trained, one a seed;
+        none of what is not done.
+        """
         sweep = self._sweep(scale, results, text)
-        found: tuple[dict[str, list[float]], dict[str, list[float]]] = ({}, {})
+        found = defaultdict(list), defaultdict(list)
         for name in self._trained(scale):
             for result in results.of(sweep.chosen(name, whole=False)):
                 bits = [bits for _, bits in result.details["by_position"]]
                 parts = (bits[: max(1, len(bits) // 8)], bits[len(bits) // 2 :])
                 for of, part in zip(found, parts, strict=True):
                     if bits:
-                        of.setdefault(name, []).append(statistics.fmean(part))
+                        of[name].append(statistics.fmean(part))
         return found
 
 
